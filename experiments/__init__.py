@@ -1,0 +1,1 @@
+"""GPT-2 experiments on the geometry of weights; run with `python -m experiments`."""

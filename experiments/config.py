@@ -1,0 +1,175 @@
+"""Typed configuration of a run, its presets, and the checks that need no array."""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+ADAMW = "adamw"
+
+
+@dataclass(frozen=True)
+class Model:
+    """GPT-2's shape."""
+
+    vocab_size: int = 256
+    context: int = 128
+    """Tokens per sequence."""
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    bias: bool = False
+    """Biases in the linear layers and layer norms."""
+    dropout: float = 0.0
+    tied: bool = True
+    """Share the token embedding with the output head."""
+    gelu: Literal["exact", "tanh"] = "exact"
+    layer_norm_epsilon: float = 1e-5
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of activations and products; parameters stay float32."""
+    remat: bool = False
+    """Recompute each block in the backward pass instead of storing its activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "heads", "width"):
+            _require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
+        _require(
+            self.width % self.heads == 0,
+            f"model.width {self.width} is not divisible by model.heads {self.heads}: "
+            "choose heads so that every head has the same whole number of features",
+        )
+        _require(0 <= self.dropout < 1, f"model.dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which text, and how much of it per update."""
+
+    corpus: str = "stdlib"
+    """`stdlib` (the running Python's own source), a text file, a folder of text files, a `.bin` of
+    uint16 tokens, or a folder with nanoGPT's `train.bin` and `val.bin`."""
+    batch_size: int = 16
+    """Sequences per update, over all devices and accumulation steps."""
+    accumulation: int = 1
+    """Micro-batches whose gradients are averaged into one update."""
+    eval_batches: int = 20
+    """Fixed batches of held-out text in an evaluation (all there are, if fewer)."""
+    probe_sequences: int = 4
+    """Held-out sequences on which attention is probed at every evaluation."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "eval_batches", "probe_sequences"):
+            _require(getattr(self, name) >= 1, f"data.{name} must be at least 1, got {getattr(self, name)}")
+        _require(
+            self.batch_size % self.accumulation == 0,
+            f"data.batch_size {self.batch_size} is not divisible by data.accumulation {self.accumulation}",
+        )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW for everything, or Manifold Muon on the blocks' matrices with AdamW for the rest."""
+
+    name: str = "hetero"
+    """`adamw`, or an assignment of manifolds: none, stiefel, dgram, oblique, hetero, hetero-inv."""
+    learning_rate: float = 6e-4
+    """AdamW's peak rate."""
+    final_fraction: float = 0.1
+    """Every rate ends its cosine at this fraction of its peak."""
+    warmup_steps: int = 20
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.1
+    """Decoupled; on arrays with two or more axes (a stack axis not counted), never on constrained matrices."""
+    clip_norm: float = 1.0
+    """Largest global norm of a gradient."""
+    muon_learning_rate: float = 0.02
+    """Muon's peak rate: the spectral norm of its largest step."""
+    momentum: float = 0.95
+    solver_iterations: int = 20
+    solver_step_size: float = 0.1
+    msign_steps: int = 10
+    msign_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
+            _require(getattr(self, name) > 0, f"optimizer.{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, whole: equal configurations give equal parameters."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    steps: int = 600
+    eval_every: int = 100
+    checkpoint_every: int = 100
+    log_every: int = 10
+    """Steps between two reads of the loss from the device; every step's loss is recorded all the same."""
+    divergence_margin: float = 1.0
+    """A validation loss this far (nats) above the run's best ends the run as diverged."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(
+            self.optimizer.warmup_steps < self.steps,
+            f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be less than steps {self.steps}",
+        )
+
+    def with_optimizer(self, name: str) -> "Run":
+        """The same run under another optimizer."""
+        return replace(self, optimizer=replace(self.optimizer, name=name))
+
+
+TINY = Run()
+
+PRESETS: dict[str, Run] = {
+    "demo": replace(TINY, steps=200),
+    "tiny": TINY,
+    # The paper's setting whole: GPT-2 small on OpenWebText, 50k steps of 64 x 1024 tokens.
+    "gpt2-small": Run(
+        model=Model(
+            vocab_size=50304, context=1024, layers=12, heads=12, width=768, compute_dtype="bfloat16", remat=True
+        ),
+        data=Data(corpus="data/openwebtext", batch_size=64, accumulation=1, eval_batches=100),
+        optimizer=Optimizer(warmup_steps=1000, msign_dtype="bfloat16"),
+        steps=50_000,
+        eval_every=1000,
+        checkpoint_every=1000,
+    ),
+}
+
+
+def preset(name: str) -> Run:
+    """The named preset.
+
+    Raises:
+      ValueError: no preset has this name.
+    """
+    _require(name in PRESETS, f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `field: a -> b` for every field in which two configurations (as dicts) differ."""
+    lines = []
+    for key in sorted(a.keys() | b.keys()):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            lines += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            lines.append(f"{prefix}{key}: {left!r} -> {right!r}")
+    return lines
+
+
+def to_dict(config: Run) -> dict[str, Any]:
+    """The configuration as nested dicts of JSON values."""
+    return asdict(config)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
