@@ -6,6 +6,11 @@ from typing import Any, Literal
 ADAMW = "adamw"
 
 
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 @dataclass(frozen=True)
 class Model:
     """GPT-2's shape."""
@@ -168,8 +173,3 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[
 def to_dict(config: Run) -> dict[str, Any]:
     """The configuration as nested dicts of JSON values."""
     return asdict(config)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
