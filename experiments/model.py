@@ -1,0 +1,166 @@
+"""GPT-2 in Flax Linen: its blocks are one block scanned over a leading layer axis.
+
+Shapes in names: B sequences, T tokens, D model width, H heads, K features per head, F = 4D, V vocabulary.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.config import Model
+
+INIT_STD = 0.02
+
+
+def _dense(config: Model, features: int, std: float, name: str) -> nn.Dense:
+    return nn.Dense(
+        features,
+        use_bias=config.bias,
+        dtype=config.compute_dtype,
+        kernel_init=nn.initializers.normal(std),
+        name=name,
+    )
+
+
+def _residual_std(config: Model) -> float:
+    # 2 * layers branches add up in the residual stream.
+    return INIT_STD / (2 * config.layers) ** 0.5
+
+
+def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
+    # Flax takes the statistics in float32 whatever the dtype.
+    return nn.LayerNorm(
+        epsilon=config.layer_norm_epsilon, use_bias=config.bias, dtype=config.compute_dtype, name=name
+    )
+
+
+class Attention(nn.Module):
+    """Causal self-attention; sows its projected `query` and `key` (B, T, H, K) into "probes"."""
+
+    config: Model
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array) -> Array:
+        config = self.config
+        qkv_BxTx3D = _dense(config, 3 * config.width, INIT_STD, "c_attn")(x_BxTxD)
+        heads = (*x_BxTxD.shape[:2], config.heads, config.width // config.heads)
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (x.reshape(heads) for x in jnp.split(qkv_BxTx3D, 3, axis=-1))
+        self.sow("probes", "query", q_BxTxHxK)
+        self.sow("probes", "key", k_BxTxHxK)
+        y_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True)
+        y_BxTxD = _dense(config, config.width, _residual_std(config), "c_proj")(
+            y_BxTxHxK.reshape(x_BxTxD.shape)
+        )
+        return nn.Dropout(config.dropout, deterministic=self.deterministic)(y_BxTxD)
+
+
+class MLP(nn.Module):
+    """The position-wise network, four times as wide inside."""
+
+    config: Model
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array) -> Array:
+        config = self.config
+        h_BxTxF = _dense(config, 4 * config.width, INIT_STD, "c_fc")(x_BxTxD)
+        h_BxTxF = jax.nn.gelu(h_BxTxF, approximate=config.gelu == "tanh")
+        y_BxTxD = _dense(config, config.width, _residual_std(config), "c_proj")(h_BxTxF)
+        return nn.Dropout(config.dropout, deterministic=self.deterministic)(y_BxTxD)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream."""
+
+    config: Model
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array) -> tuple[Array, None]:
+        config = self.config
+        x_BxTxD += Attention(config, self.deterministic, name="attn")(_layer_norm(config, "ln_1")(x_BxTxD))
+        x_BxTxD += MLP(config, self.deterministic, name="mlp")(_layer_norm(config, "ln_2")(x_BxTxD))
+        return x_BxTxD, None
+
+
+class GPT2(nn.Module):
+    """GPT-2: `GPT2(config).apply({"params": params}, tokens)` gives next-token logits.
+
+    Every parameter of the blocks, under `h`, has a leading layer axis. With `mutable=["probes"]` the
+    result is `(logits, {"probes": ...})`, where `probes["h"]["attn"]["query"]` and `["key"]` are
+    1-tuples of arrays (layers, B, T, H, K).
+    """
+
+    config: Model
+
+    @nn.compact
+    def __call__(self, tokens_BxT: Array, deterministic: bool = True) -> Array:
+        """Maps tokens (B, T) to float32 logits (B, T, V).
+
+        Args:
+          tokens_BxT: integers (B, T) in [0, vocab_size), T at most `config.context`.
+          deterministic: False applies dropout, which needs a "dropout" key in `rngs`.
+
+        Raises:
+          ValueError: T exceeds the context.
+        """
+        config = self.config
+        length = tokens_BxT.shape[-1]
+        if length > config.context:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds the model's context of {config.context}: "
+                "shorten it, or build the model with a larger context"
+            )
+        embed = functools.partial(
+            nn.Embed,
+            features=config.width,
+            dtype=config.compute_dtype,
+            embedding_init=nn.initializers.normal(INIT_STD),
+        )
+        wte = embed(config.vocab_size, name="wte")
+        x_BxTxD = wte(tokens_BxT) + embed(config.context, name="wpe")(jnp.arange(length))
+        x_BxTxD = nn.Dropout(config.dropout, deterministic=deterministic)(x_BxTxD)
+        block = nn.remat(Block, prevent_cse=False) if config.remat else Block
+        blocks = nn.scan(
+            block,
+            variable_axes={"params": 0, "probes": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=config.layers,
+        )
+        x_BxTxD, _ = blocks(config, deterministic, name="h")(x_BxTxD)
+        x_BxTxD = _layer_norm(config, "ln_f")(x_BxTxD)
+        # The product's inputs have the compute dtype, its accumulator and result are float32.
+        to_logits = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+        if config.tied:
+            kernel_DxV = wte.embedding.T.astype(config.compute_dtype)
+            return to_logits(x_BxTxD, kernel_DxV, (((2,), (0,)), ((), ())))
+        return nn.Dense(
+            config.vocab_size,
+            use_bias=False,
+            dtype=config.compute_dtype,
+            kernel_init=nn.initializers.normal(INIT_STD),
+            dot_general=to_logits,
+            name="lm_head",
+        )(x_BxTxD)
+
+
+def init_params(config: Model, key: Array) -> dict[str, Any]:
+    """GPT-2's initial parameters, float32.
+
+    Gaussians of standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the projections into the
+    residual stream; zero biases and unit gains.
+
+    Args:
+      config: the model's shape.
+      key: a PRNG key.
+
+    Returns:
+      A dict of dicts; the blocks' parameters lie under `h`, each with a leading layer axis.
+    """
+    tokens_1x1 = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(GPT2(config).init)(key, tokens_1x1)["params"]
