@@ -1,0 +1,25 @@
+"""Spectral scaling: matrix functions, initialisers and learning rates that hold a weight's spectral norm."""
+
+from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
+from spectral.initializers import embedding_normal, spectral_normal, spectral_orthogonal
+from spectral.matrix_functions import msign, polar_express_coefficients, power_iteration, spectral_norm
+from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_learning_rate, target_norm
+
+__all__ = [
+    "KERNEL",
+    "Role",
+    "embedding_normal",
+    "fans",
+    "from_matrices",
+    "gaussian_sigma",
+    "learning_rate_scale",
+    "msign",
+    "polar_express_coefficients",
+    "power_iteration",
+    "relative_learning_rate",
+    "spectral_norm",
+    "spectral_normal",
+    "spectral_orthogonal",
+    "target_norm",
+    "to_matrices",
+]

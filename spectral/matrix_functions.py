@@ -1,0 +1,206 @@
+"""Matrix sign (polar factor) and spectral norm of batched, square or rectangular matrices."""
+
+from functools import lru_cache
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Method = Literal["polar_express", "muon", "svd"]
+Coefficients = tuple[tuple[float, float, float], ...]
+
+_MUON_QUINTIC = (3.4445, -4.7750, 2.0315)
+# Frobenius normalisation leaves the largest singular value at or below 1 / _MARGIN, so that rounding
+# cannot push it out of the interval on which the polynomials were made.
+_MARGIN = 1.01
+
+
+@lru_cache
+def polar_express_coefficients(
+    steps: int, lower: float = 1e-3, cushion: float = 0.02407327424182761, safety: float = 1.01
+) -> Coefficients:
+    """Coefficients of the Polar Express: the best composition of odd quintics for the matrix sign.
+
+    Step by step, p(x) = a x + b x^3 + c x^5 is the minimax approximation of 1 on the interval
+    [low, high] that holds the singular values, and the next interval is the image of this one. Where
+    low < cushion * high the polynomial is made for [cushion * high, high] and centred anew, which keeps it from
+    amplifying rounding errors; all but the last are shrunk by `safety` in their argument.
+
+    Args:
+      steps: number of polynomials.
+      lower: smallest singular value, relative to the largest, that the composition is made for.
+      cushion: smallest ratio low/high that a single polynomial is made for.
+      safety: factor by which each polynomial's interval is widened.
+
+    Returns:
+      `steps` triples (a, b, c).
+
+    Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv:2505.16932, Algorithm 1 and
+    section 4.4.
+    """
+    _require_steps(steps)
+    low, high = lower, 1.0
+    coefficients = []
+    for _ in range(steps):
+        a, b, c = _minimax_quintic(max(low, cushion * high), high)
+        ends = [x * (a + x**2 * (b + x**2 * c)) for x in (low, high)]
+        centre = 2 / sum(ends)
+        coefficients.append((a * centre, b * centre, c * centre))
+        low = ends[0] * centre
+        high = 2 - low
+    shrunk = [(a / safety, b / safety**3, c / safety**5) for a, b, c in coefficients[:-1]]
+    return (*shrunk, coefficients[-1])
+
+
+def _minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
+    """The odd quintic closest to 1 on [low, high], by Remez exchange of its two inner extrema."""
+    if low / high > 1 - 5e-6:  # the exchange becomes singular; this is its limit
+        return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
+    inner = np.array([(3 * low + high) / 4, (low + 3 * high) / 4])
+    error, previous = np.inf, None
+    while previous is None or abs(previous - error) > 1e-15:
+        previous = error
+        x = np.array([low, *inner, high])
+        signs = np.array([1.0, -1.0, 1.0, -1.0])
+        a, b, c, error = np.linalg.solve(np.stack([x, x**3, x**5, signs], axis=1), np.ones(4))
+        # Extrema: a + 3 b t + 5 c t^2 = 0 with t = x^2.
+        inner = np.sqrt((-3 * b + np.array([-1, 1]) * np.sqrt(9 * b**2 - 20 * a * c)) / (10 * c))
+    return float(a), float(b), float(c)
+
+
+def msign(
+    x: Float[Array, "*batch m n"],
+    method: Method = "polar_express",
+    steps: int = 10,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch m n"]:
+    """Matrix sign of a rectangular matrix, its orthogonal polar factor: U V^T for x = U diag(s) V^T.
+
+    The polynomial methods iterate X <- X (a I + b X^T X + c (X^T X)^2) from X = x / ||x||_F, on the
+    smaller side's Gram matrix. They do not depend on the scale of x. Singular values of zero stay at
+    zero; those far below 1e-3 of ||x||_F may end between 0 and 1.
+
+    Args:
+      x: matrices; every one in the batch is treated on its own.
+      method: `polar_express` (converges to 1), `muon` (the constant quintic 3.4445, -4.7750, 2.0315:
+        fast, with singular values left between 0.7 and 1.2), or `svd` (exact, and slow on accelerators;
+        singular values below max(m, n) * eps * s_max count as zero).
+      steps: number of polynomial steps; Muon's usual choice for `muon` is 5.
+      dtype: dtype of the products, accumulated in float32; None is float32 (float64 for float64 input)
+        at full precision.
+
+    Returns:
+      The polar factors, in x's shape and dtype.
+
+    Raises:
+      ValueError: x is not a matrix, the method is unknown, or steps < 1.
+
+    Sources: Jordan et al., "Muon", 2024; Amsel et al., arXiv:2505.16932.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"msign needs matrices, with at least 2 axes; got shape {x.shape}")
+    if method == "svd":
+        return _msign_svd(x)
+    if method == "polar_express":
+        coefficients, margin = polar_express_coefficients(steps), _MARGIN
+    elif method == "muon":
+        _require_steps(steps)
+        coefficients, margin = (_MUON_QUINTIC,) * steps, 1.0
+    else:
+        raise ValueError(f"unknown msign method {method!r}: choose polar_express, muon or svd")
+    wide = x.shape[-2] < x.shape[-1]
+    y = _normalize(x.mT if wide else x, margin)
+    # float32 products at full precision: a TPU's default would round them to bfloat16. Products of
+    # bfloat16 are what the caller asked for, and exact up to their float32 accumulation.
+    work_dtype = y.dtype if dtype is None else jnp.dtype(dtype)
+    precision = jax.lax.Precision.DEFAULT if work_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    y = y.astype(work_dtype)
+    for a, b, c in coefficients:
+        gram = _matmul(y.mT, y, precision)
+        y = a * y + _matmul(y, b * gram + c * _matmul(gram, gram, precision), precision)
+    return (y.mT if wide else y).astype(x.dtype)
+
+
+def _matmul(a: Array, b: Array, precision: jax.lax.Precision) -> Array:
+    accumulate = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulate).astype(a.dtype)
+
+
+def _normalize(x: Array, margin: float) -> Array:
+    """x divided by margin * ||x||_F, in float32 or better; zero matrices stay zero at no NaN."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # Dividing by the largest entry first keeps the squares from under- or overflowing.
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1)
+    norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
+    return x / jnp.where(norm > 0, margin * norm, 1)
+
+
+def _msign_svd(x: Array) -> Array:
+    work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    u, s, vt = jnp.linalg.svd(work, full_matrices=False)
+    threshold = s[..., :1] * max(x.shape[-2:]) * jnp.finfo(work.dtype).eps
+    sign = jnp.where(s > threshold, 1.0, 0.0).astype(work.dtype)
+    return _matmul(u * sign[..., None, :], vt, jax.lax.Precision.HIGHEST).astype(x.dtype)
+
+
+def spectral_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch"]:
+    """Largest singular value of every matrix, exactly (by SVD).
+
+    Args:
+      x: matrices.
+
+    Returns:
+      Their spectral norms, float32 or better. See `power_iteration` for the cheap estimate.
+    """
+    work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.linalg.svd(work, compute_uv=False)[..., 0]
+
+
+def power_iteration(
+    x: Float[Array, "*batch m n"], v: Float[Array, "*batch n"] | None = None, iterations: int = 10
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch n"]]:
+    """Spectral norm by power iteration on x^T x, a lower bound that grows with every iteration.
+
+    The relative error falls like (s_2 / s_1)^(4 * iterations); on flat spectra that is slow, so keep
+    `v` from one call to the next where x moves little.
+
+    Args:
+      x: matrices.
+      v: starting vectors, of any norm; None starts from one fixed Gaussian vector, since a constant
+        vector is orthogonal to the rows of a matrix that acts on centred inputs.
+      iterations: multiplications by x^T x, at least 1.
+
+    Returns:
+      The estimates ||x v|| with ||v|| = 1, and v, the right singular vectors' estimates (a zero matrix
+      gives 0 and a zero vector).
+    """
+    _require_steps(iterations)
+    work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    n = x.shape[-1]
+    if v is None:
+        v = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (n,), work.dtype), (*x.shape[:-2], n))
+
+    def apply(matrix: Array, vector: Array) -> Array:
+        return jnp.einsum("...ij,...j->...i", matrix, vector, precision=jax.lax.Precision.HIGHEST)
+
+    def body(_: int, v: Array) -> Array:
+        return _unit(apply(work.mT, _unit(apply(work, v))))
+
+    v = jax.lax.fori_loop(0, iterations, body, _unit(v.astype(work.dtype)))
+    return jnp.linalg.norm(apply(work, v), axis=-1), v
+
+
+def _unit(v: Array) -> Array:
+    largest = jnp.max(jnp.abs(v), axis=-1, keepdims=True)
+    v = v / jnp.where(largest > 0, largest, 1)
+    norm = jnp.linalg.norm(v, axis=-1, keepdims=True)
+    return v / jnp.where(norm > 0, norm, 1)
+
+
+def _require_steps(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"at least one step is needed, got {steps}")
