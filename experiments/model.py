@@ -10,10 +10,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from experiments.config import Model
 
 INIT_STD = 0.02
+
+
+def _dot(x: Array, kernel: Array, *_: Any, result_dtype: DTypeLike | None = None, **__: Any) -> Array:
+    # The `dot_general` of our Dense layers: x (B, T, in) times kernel (in, out) with one row per token.
+    # With two batch axes the kernel's gradient transposes the activations first, and XLA's CPU backend
+    # fuses the GELU into that unvectorised loop: rows take 0.7 of the time on a `tiny` step, 0.24 on an MLP.
+    y = jnp.dot(x.reshape(-1, x.shape[-1]), kernel, preferred_element_type=result_dtype)
+    return y.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+# The head's operands have the compute dtype; its sums and its result are float32.
+_head_dot = functools.partial(_dot, result_dtype=jnp.float32)
 
 
 def _dense(config: Model, features: int, std: float, name: str) -> nn.Dense:
@@ -22,6 +35,7 @@ def _dense(config: Model, features: int, std: float, name: str) -> nn.Dense:
         use_bias=config.bias,
         dtype=config.compute_dtype,
         kernel_init=nn.initializers.normal(std),
+        dot_general=_dot,
         name=name,
     )
 
@@ -39,7 +53,10 @@ def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; sows its projected `query` and `key` (B, T, H, K) into "probes"."""
+    """Causal self-attention; sows its projected `query` and `key` (B, T, H, K) into "probes".
+
+    Dropout acts on the output only: `jax.nn.dot_product_attention` has none for the probabilities.
+    """
 
     config: Model
     deterministic: bool
@@ -134,17 +151,14 @@ class GPT2(nn.Module):
         )
         x_BxTxD, _ = blocks(config, deterministic, name="h")(x_BxTxD)
         x_BxTxD = _layer_norm(config, "ln_f")(x_BxTxD)
-        # The product's inputs have the compute dtype, its accumulator and result are float32.
-        to_logits = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
         if config.tied:
-            kernel_DxV = wte.embedding.T.astype(config.compute_dtype)
-            return to_logits(x_BxTxD, kernel_DxV, (((2,), (0,)), ((), ())))
+            return _head_dot(x_BxTxD, wte.embedding.T.astype(config.compute_dtype))
         return nn.Dense(
             config.vocab_size,
             use_bias=False,
             dtype=config.compute_dtype,
             kernel_init=nn.initializers.normal(INIT_STD),
-            dot_general=to_logits,
+            dot_general=_head_dot,
             name="lm_head",
         )(x_BxTxD)
 
