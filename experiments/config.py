@@ -83,7 +83,7 @@ class Optimizer:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     weight_decay: float = 0.1
-    """Decoupled; on arrays with two or more axes (a stack axis not counted), never on constrained matrices."""
+    """Decoupled; on arrays with two or more axes (a stack axis not counted), not on constrained ones."""
     clip_norm: float = 1.0
     """Largest global norm of a gradient."""
     muon_learning_rate: float = 0.02
@@ -91,11 +91,13 @@ class Optimizer:
     momentum: float = 0.95
     solver_iterations: int = 20
     solver_step_size: float = 0.1
+    dgram_retraction: Literal["frame", "svd"] = "svd"
+    """How DGram weights return to their manifold: `svd` is the reference's way, `frame` ours."""
     msign_steps: int = 10
     msign_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}")
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is negative: {self.warmup_steps}")
         for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
             _require(getattr(self, name) > 0, f"optimizer.{name} must be positive, got {getattr(self, name)}")
 
@@ -137,7 +139,13 @@ PRESETS: dict[str, Run] = {
     # The paper's setting whole: GPT-2 small on OpenWebText, 50k steps of 64 x 1024 tokens.
     "gpt2-small": Run(
         model=Model(
-            vocab_size=50304, context=1024, layers=12, heads=12, width=768, compute_dtype="bfloat16", remat=True
+            vocab_size=50304,
+            context=1024,
+            layers=12,
+            heads=12,
+            width=768,
+            compute_dtype="bfloat16",
+            remat=True,
         ),
         data=Data(corpus="data/openwebtext", batch_size=64, accumulation=1, eval_batches=100),
         optimizer=Optimizer(warmup_steps=1000, msign_dtype="bfloat16"),

@@ -26,8 +26,8 @@ def polar_express_coefficients(
 
     Step by step, p(x) = a x + b x^3 + c x^5 is the minimax approximation of 1 on the interval
     [low, high] that holds the singular values, and the next interval is the image of this one. Where
-    low < cushion * high the polynomial is made for [cushion * high, high] and centred anew, which keeps it from
-    amplifying rounding errors; all but the last are shrunk by `safety` in their argument.
+    low < cushion * high the polynomial is made for [cushion * high, high] and centred anew, which keeps
+    it from amplifying rounding errors; all but the last are shrunk by `safety` in their argument.
 
     Args:
       steps: number of polynomials.

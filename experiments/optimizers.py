@@ -1,0 +1,103 @@
+"""A run's optimizer, from its configuration: section names follow the paper's set-up."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array
+
+from experiments.config import ADAMW, Run
+from manifold_muon import DGram, DualAscent, Manifold, assignment, manifold_muon, project_params
+from manifold_muon import constraint_violations as violations_by_path
+from spectral.paths import path_name
+
+_STACK = "h/"
+
+
+def learning_rate_schedule(config: Run, peak: float | None = None) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine to `final_fraction` of it at the last step.
+
+    Args:
+      config: of the run.
+      peak: rate after warm-up; None is AdamW's.
+    """
+    peak = config.optimizer.learning_rate if peak is None else peak
+    warmup = config.optimizer.warmup_steps
+    return optax.warmup_cosine_decay_schedule(
+        # The first step moves too: rate peak / (warmup + 1), not 0.
+        init_value=peak / (warmup + 1),
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=config.steps,
+        end_value=peak * config.optimizer.final_fraction,
+    )
+
+
+def manifolds(config: Run) -> dict[str, Manifold]:
+    """Glob pattern -> manifold of the run's block matrices; AdamW's are unconstrained.
+
+    Raises:
+      ValueError: the optimizer's name is neither `adamw` nor an assignment.
+    """
+    name = config.optimizer.name
+    try:
+        named = assignment("none" if name == ADAMW else name)
+    except ValueError as error:
+        raise ValueError(f"optimizer.name: {error} (or {ADAMW})") from error
+    retraction = config.optimizer.dgram_retraction
+    return {
+        pattern: replace(manifold, retraction=retraction) if isinstance(manifold, DGram) else manifold
+        for pattern, manifold in named.items()
+    }
+
+
+def prepare_params(params: Any, config: Run) -> Any:
+    """The initial parameters, with the block matrices put on their manifolds."""
+    return project_params(params, manifolds(config))
+
+
+def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
+    """`attn/c_attn` and so on -> distance from the manifold, one number a layer."""
+    found = violations_by_path(params, manifolds(config))
+    return {name.removeprefix(_STACK).removesuffix("/kernel"): value for name, value in found.items()}
+
+
+def make_optimizer(config: Run) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW, or Manifold Muon with AdamW for all but the block matrices."""
+    settings = config.optimizer
+    adam = learning_rate_schedule(config)
+    if settings.name == ADAMW:
+        rest = optax.adamw(
+            adam,
+            settings.adam_beta1,
+            settings.adam_beta2,
+            weight_decay=settings.weight_decay,
+            mask=_is_matrix,
+        )
+    else:
+        rest = manifold_muon(
+            learning_rate_schedule(config, settings.muon_learning_rate),
+            manifolds(config),
+            adam_learning_rate=adam,
+            momentum=settings.momentum,
+            solver=DualAscent(
+                settings.solver_iterations,
+                settings.solver_step_size,
+                settings.msign_steps,
+                settings.msign_dtype,
+            ),
+            weight_decay=settings.weight_decay,
+            adam_b1=settings.adam_beta1,
+            adam_b2=settings.adam_beta2,
+            adam_weight_decay=settings.weight_decay,
+            adam_weight_decay_mask=_is_matrix,
+        )
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), rest)
+
+
+def _is_matrix(params: Any) -> Any:
+    """Weight decay's mask: two or more axes, the blocks' layer axis not counted."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim - path_name(path).startswith(_STACK) >= 2, params
+    )

@@ -1,0 +1,89 @@
+"""The reference solver of the tangent step: dual ascent with a decaying step size."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from manifold_muon.manifolds import Manifold, Unconstrained
+from spectral import msign
+
+
+class Solver(Protocol):
+    """Finds the steepest tangent direction of spectral norm 1; see `DualAscent.__call__`."""
+
+    def __call__(
+        self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
+    ) -> Float[Array, "*batch m n"]: ...
+
+
+@dataclass(frozen=True)
+class DualAscent:
+    """`max_A <G, A>` over `||A||_2 <= 1`, `P(A^T W + W^T A) = 0`, by ascent on its dual.
+
+    From L = -1/4 P(W^T G + G^T W), for k = 0..K-1:
+
+        A = msign(G + 2 W L),  H = P(W^T A + A^T W),  L <- L - alpha (1 - k/K) H
+
+    The result depends on the scale of G, as in the reference, and is tangent only approximately.
+
+    Source: arXiv:2606.13276; Bernstein, "Modular Manifolds", 2025.
+    """
+
+    iterations: int = 20
+    """K, the number of matrix signs."""
+    step_size: float = 0.1
+    """alpha."""
+    msign_steps: int = 10
+    """Polar Express steps in each matrix sign."""
+    msign_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the matrix signs' products; the paper's runs use bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.msign_steps < 1:
+            raise ValueError(f"iterations and msign_steps must be at least 1, got {self}")
+
+    def __call__(
+        self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
+    ) -> Float[Array, "*batch m n"]:
+        """The direction A.
+
+        Args:
+          g: gradients or momenta, tall (m >= n).
+          w: points of the manifold at radius 1, of the same shape.
+          manifold: which constraint.
+
+        Returns:
+          A, of g's shape, with spectral norm 1 (up to the matrix sign's accuracy): W - eta A descends.
+        """
+        if isinstance(manifold, Unconstrained):
+            return self._msign(g)
+        project = manifold.project_symmetric
+        dual = -0.25 * project(_symmetric_product(w, g))
+
+        def body(k: Array, dual: Array) -> Array:
+            a = self._msign(g + 2 * _matmul(w, dual))
+            decayed = self.step_size * (1 - k / self.iterations)
+            return dual - decayed * project(_symmetric_product(w, a))
+
+        # The K-th update of the dual variable would not be used.
+        dual = jax.lax.fori_loop(0, self.iterations - 1, body, dual)
+        return self._msign(g + 2 * _matmul(w, dual))
+
+    def _msign(self, x: Array) -> Array:
+        dtype = None if self.msign_dtype == "float32" else self.msign_dtype
+        return msign(x, steps=self.msign_steps, dtype=dtype)
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _symmetric_product(w: Array, a: Array) -> Array:
+    product = _matmul(w.mT, a)
+    return product + product.mT
+
+
+SOLVERS: dict[str, Solver] = {"dual_ascent": DualAscent()}

@@ -1,0 +1,195 @@
+"""Matrix manifolds for weights W (m, n) with m >= n rows: what their constraint is and the way back to it.
+
+Every method takes a batch of matrices (..., m, n) in the papers' orientation: tall, columns constrained.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from spectral import msign, target_norm
+
+Radius = float | Literal["spectral"]
+Tall = Float[Array, "*batch m n"]
+Symmetric = Float[Array, "*batch n n"]
+
+
+@dataclass(frozen=True)
+class Manifold(ABC):
+    """A set of matrices given by linear conditions on the Gram matrix W^T W.
+
+    Its tangent directions A at W are those with P(A^T W + W^T A) = 0, for a self-adjoint projector P on
+    symmetric matrices.
+    """
+
+    @abstractmethod
+    def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
+        """P: the part of a symmetric (n, n) matrix that the constraint sees."""
+
+    @abstractmethod
+    def retract(self, w: Tall) -> Tall:
+        """The manifold's point next to w, a point that a step took off it."""
+
+    def project(self, w: Tall) -> Tall:
+        """The manifold's point next to any w, near or far, rank-deficient or zero; dearer than `retract`."""
+        return self.retract(w)
+
+    @abstractmethod
+    def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        """How far w is from the manifold: ||H||_F / n of the constraint's residual H, relative to the
+        columns' norms."""
+
+    def scale(self, fan_in: int, fan_out: int) -> float:
+        """Factor on the unit-norm update: the radius, for a kernel with these fans."""
+        del fan_in, fan_out
+        return 1.0
+
+    def with_radius(self, radius: float) -> Self:
+        """This manifold at another radius (itself, where there is none)."""
+        del radius
+        return self
+
+
+@dataclass(frozen=True)
+class _WithRadius(Manifold):
+    radius: Radius = 1.0
+    """Columns' norm; `spectral` is sqrt(fan_out / fan_in), which keeps Condition 1 of arXiv:2310.17813."""
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.radius, (int, float)) and math.isfinite(self.radius) and self.radius > 0
+        if not number and self.radius != "spectral":
+            raise ValueError(f"radius must be a positive number or 'spectral', got {self.radius!r}")
+
+    def scale(self, fan_in: int, fan_out: int) -> float:
+        return target_norm(fan_in, fan_out) if self.radius == "spectral" else float(self.radius)
+
+    def with_radius(self, radius: float) -> Self:
+        return replace(self, radius=radius)
+
+    def _number(self) -> float:
+        if self.radius == "spectral":
+            raise ValueError(
+                "radius='spectral' depends on fan_in and fan_out, which a bare matrix does not tell: "
+                "use with_radius(sqrt(fan_out / fan_in))"
+            )
+        return float(self.radius)
+
+
+@dataclass(frozen=True)
+class Unconstrained(_WithRadius):
+    """All matrices: no constraint, so the step is plain Muon's, with spectral norm `radius`."""
+
+    def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
+        return jnp.zeros_like(symmetric)
+
+    def retract(self, w: Tall) -> Tall:
+        return w
+
+    def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        return jnp.zeros(w.shape[:-2], w.dtype)
+
+
+@dataclass(frozen=True)
+class Stiefel(_WithRadius):
+    """Orthogonal columns of norm `radius`: W^T W = radius^2 I, so every singular value is the radius."""
+
+    def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
+        return symmetric
+
+    def retract(self, w: Tall) -> Tall:
+        """The polar factor W (W^T W)^{-1/2} times the radius: the nearest point."""
+        return self._number() * msign(w)
+
+    def project(self, w: Tall) -> Tall:
+        return self._number() * _polar_frame(w)
+
+    def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        n = w.shape[-1]
+        return _rms(_gram(w / self._number()) - jnp.eye(n, dtype=w.dtype))
+
+
+@dataclass(frozen=True)
+class DGram(Manifold):
+    """Orthogonal columns of any norm: the off-diagonal part of W^T W is zero."""
+
+    retraction: Literal["frame", "svd"] = "frame"
+    """`frame`: the polar frame Q of the normalised columns, with the least-squares scales <q_j, w_j>;
+    leaves points of the manifold where they are. `svd`: the reference's U V^T diag(s), which lays sorted
+    singular values on columns that they do not belong to."""
+
+    def __post_init__(self) -> None:
+        if self.retraction not in ("frame", "svd"):
+            raise ValueError(f"unknown retraction {self.retraction!r}: choose frame or svd")
+
+    def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
+        return symmetric * (1 - jnp.eye(symmetric.shape[-1], dtype=symmetric.dtype))
+
+    def retract(self, w: Tall) -> Tall:
+        if self.retraction == "svd":
+            u, s, vt = jnp.linalg.svd(w, full_matrices=False)
+            return _matmul(u, vt) * s[..., None, :]
+        return _scale_columns(msign(_normalize_columns(w)), w)
+
+    def project(self, w: Tall) -> Tall:
+        if self.retraction == "svd":
+            return self.retract(w)
+        return _scale_columns(_polar_frame(_normalize_columns(w)), w)
+
+    def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        return _rms(self.project_symmetric(_gram(_normalize_columns(w))))
+
+
+@dataclass(frozen=True)
+class Oblique(_WithRadius):
+    """Columns of norm `radius`, at any angle: the diagonal of W^T W is radius^2."""
+
+    def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
+        return symmetric * jnp.eye(symmetric.shape[-1], dtype=symmetric.dtype)
+
+    def retract(self, w: Tall) -> Tall:
+        """Every column scaled to the radius; a zero column, which has no nearest point, to equal entries."""
+        zero = jnp.all(w == 0, axis=-2, keepdims=True)
+        return self._number() * _normalize_columns(jnp.where(zero, 1, w))
+
+    def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        squares = jnp.sum(jnp.square(w / self._number()), axis=-2)
+        return jnp.linalg.norm(squares - 1, axis=-1) / w.shape[-1]
+
+
+def gram_off_diagonal(w: Tall) -> Float[Array, "*batch"]:
+    """||off(C)||_F / n for the cosines C between the columns of w: 0 where they are orthogonal."""
+    return DGram().violation(w)
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    # A TPU's default float32 product rounds to bfloat16, which would leave the manifold by 1e-3.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _gram(w: Array) -> Array:
+    return _matmul(w.mT, w)
+
+
+def _normalize_columns(w: Array) -> Array:
+    norms = jnp.linalg.norm(w, axis=-2, keepdims=True)
+    return w / jnp.where(norms > 0, norms, 1)
+
+
+def _polar_frame(w: Array) -> Array:
+    """U V^T with orthonormal columns for every w: the directions that w lacks are filled in."""
+    u, _, vt = jnp.linalg.svd(w, full_matrices=False)
+    return _matmul(u, vt)
+
+
+def _scale_columns(frame: Array, w: Array) -> Array:
+    """The frame with the column scales that bring it nearest to w."""
+    return frame * jnp.sum(frame * w, axis=-2, keepdims=True)
+
+
+def _rms(h: Array) -> Array:
+    return jnp.linalg.norm(h, axis=(-2, -1)) / h.shape[-1]
