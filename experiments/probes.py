@@ -1,0 +1,126 @@
+"""What a model looks like inside: statistics of its attention, and of its blocks' matrices.
+
+Shapes in names: L layers, B sequences, T tokens, H heads, K features per head; a matrix is m x n.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.config import Run
+from experiments.model import GPT2
+from experiments.optimizers import constraint_violations
+
+MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+SATURATED = 0.99
+"""A softmax row counts as saturated when its largest probability exceeds this."""
+
+Probes = dict[str, dict[str, Any]]
+
+
+def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
+    """A jitted function (params, tokens (B, T)) -> {"attention": ..., "weights": ...}, each number per layer.
+
+    `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
+    matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
+    it has none).
+    """
+
+    def probe(params: Any, tokens_BxT: Array) -> Probes:
+        _, sown = GPT2(config.model).apply({"params": params}, tokens_BxT, mutable=["probes"])
+        (query_LxBxTxHxK,), (key_LxBxTxHxK,) = (
+            sown["probes"]["h"]["attn"][name] for name in ("query", "key")
+        )
+        violations = constraint_violations(params, config)
+        weights = {}
+        for name in MATRICES:
+            module, matrix = name.split("/")
+            kernel = params["h"][module][matrix]["kernel"]
+            weights[name] = {**matrix_statistics(kernel), "violation": violations[name]}
+        return {"attention": attention_statistics(query_LxBxTxHxK, key_LxBxTxHxK), "weights": weights}
+
+    return jax.jit(probe)
+
+
+def attention_statistics(query_LxBxTxHxK: Array, key_LxBxTxHxK: Array) -> dict[str, Array]:
+    """Statistics of causal attention, one number per layer; position 0, which sees one key, is left out.
+
+    Args:
+      query_LxBxTxHxK: projected queries, before scaling by 1 / sqrt(K).
+      key_LxBxTxHxK: projected keys.
+
+    Returns:
+      `max_logit`, the largest absolute scaled logit that the mask lets through; `entropy`, the softmax
+      rows' mean entropy (nats); `saturated`, the share of rows whose largest probability exceeds 0.99;
+      `jacobian`, the mean Frobenius norm of the softmax's Jacobian diag(p) - p p^T. Each (L,).
+
+    Raises:
+      ValueError: T is 1.
+    """
+    if query_LxBxTxHxK.shape[2] < 2:
+        raise ValueError("attention over a single token has nothing to probe: use a context of 2 or more")
+    # One layer at a time, because its (B, H, T, T) probabilities are the largest arrays here.
+    return jax.lax.map(lambda layer: _layer_statistics(*layer), (query_LxBxTxHxK, key_LxBxTxHxK))
+
+
+def _layer_statistics(query_BxTxHxK: Array, key_BxTxHxK: Array) -> dict[str, Array]:
+    query, key = (x.astype(jnp.float32) for x in (query_BxTxHxK, key_BxTxHxK))
+    length, features = query.shape[1], query.shape[3]
+    logits = jnp.einsum("bthk,bshk->bhts", query, key, precision="highest") / features**0.5
+    logits, seen = logits[:, :, 1:], jnp.tri(length, dtype=bool)[1:]
+    log_p = jax.nn.log_softmax(jnp.where(seen, logits, -jnp.inf))
+    p = jnp.exp(log_p)
+    return {
+        "max_logit": jnp.max(jnp.abs(logits), where=seen, initial=0),
+        "entropy": -jnp.sum(p * jnp.where(seen, log_p, 0), axis=-1).mean(),
+        "saturated": (p.max(axis=-1) > SATURATED).mean(),
+        "jacobian": softmax_jacobian_norm(p).mean(),
+    }
+
+
+def softmax_jacobian_norm(p: Array) -> Array:
+    """The Frobenius norm of diag(p) - p p^T for probabilities p along the last axis.
+
+    The textbook form, sum p^2 - 2 sum p^3 + (sum p^2)^2, cancels to rounding noise where one p nears 1.
+    With that largest p apart, what is left is a sum of terms that are small themselves.
+    """
+    largest = p.max(axis=-1, keepdims=True)
+    others = jnp.where(jax.nn.one_hot(p.argmax(axis=-1), p.shape[-1], dtype=bool), 0, p)
+    squares = jnp.square(others)
+    sum_squares = squares.sum(axis=-1)
+    largest = largest[..., 0]
+    diagonal = jnp.square(largest * others.sum(axis=-1)) + (squares * jnp.square(1 - others)).sum(axis=-1)
+    off_diagonal = 2 * jnp.square(largest) * sum_squares + (
+        jnp.square(sum_squares) - jnp.square(squares).sum(axis=-1)
+    )
+    return jnp.sqrt(jnp.maximum(diagonal + off_diagonal, 0))
+
+
+def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:
+    """Statistics of a stack of kernels, one number per layer.
+
+    Args:
+      kernel_LxIxO: kernels (in, out).
+
+    Returns:
+      `sigma_max` and `sigma_min`, the largest and smallest singular value; `gram_off_diagonal`,
+      `||off(C)||_F / n` with C the cosines between the n columns of the tall orientation (m >= n rows;
+      a square matrix's columns are those of the papers' W, the kernel transposed). Each (L,).
+    """
+    kernel_LxIxO = kernel_LxIxO.astype(jnp.float32)
+    sigma = jnp.linalg.svd(kernel_LxIxO, compute_uv=False)
+    rows, columns = kernel_LxIxO.shape[-2:]
+    tall_LxMxN = kernel_LxIxO if rows > columns else jnp.swapaxes(kernel_LxIxO, -1, -2)
+    norms = jnp.linalg.norm(tall_LxMxN, axis=-2, keepdims=True)
+    unit = tall_LxMxN / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
+    cosines = jnp.einsum("lmi,lmj->lij", unit, unit, precision="highest")
+    n = cosines.shape[-1]
+    off = jnp.where(jnp.eye(n, dtype=bool), 0, cosines)
+    return {
+        "sigma_max": sigma[..., 0],
+        "sigma_min": sigma[..., -1],
+        "gram_off_diagonal": jnp.linalg.norm(off, axis=(-2, -1)) / n,
+    }
