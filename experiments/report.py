@@ -1,0 +1,436 @@
+"""The report of a study, made from the stored metrics alone: nothing is trained, loaded or measured again."""
+
+import base64
+import html
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import figures
+from experiments.config import differences
+
+# Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
+_PAPER: dict[str, tuple[str, str, float | str | None]] = {
+    "none": ("none", "none", 3.3855),
+    "stiefel": ("Stiefel", "Stiefel", 3.3679),
+    "dgram": ("DGram", "DGram", "unstable"),
+    "oblique": ("Oblique", "Oblique", None),
+    "hetero": ("Stiefel", "DGram", 3.3544),
+    "hetero-inv": ("DGram", "Stiefel", "unstable"),
+}
+_CAVEAT = (
+    "The paper's numbers (arXiv:2606.13276) are of GPT-2 small (12 layers, width 768) on OpenWebText after "
+    "50,000 steps of 64 x 1024 tokens: {scale}. They are there for the order of the runs, not for the value. "
+    "Every run here is one seed, which gives no error bars: small differences can be chance."
+)
+_STATUSES = ("finished", "diverged", "non-finite")
+_MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+# The only difference that a study of optimizers wants between its runs.
+_MAY_DIFFER = "config.optimizer.name: "
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run directory holds."""
+
+    name: str
+    facts: dict[str, Any]
+    """`config`, `versions` and `corpus` of config.json."""
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    speeds: list[float]
+    """Tokens per second, in the order measured."""
+    step: int
+    """The last step that the metrics speak of."""
+    result: dict[str, Any] | None
+    """result.json; None while the run has not ended."""
+    damaged_tail: bool = False
+    """The last line of the metrics was cut short and left out."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.facts["config"]
+
+    @property
+    def finished(self) -> bool:
+        return self.result is not None and self.result["status"] == "finished"
+
+    @property
+    def status(self) -> str:
+        if self.result is None:
+            return f"running, step {self.step} of {self.config['steps']}"
+        return "finished" if self.finished else f"{self.result['status']} at step {self.result['step']}"
+
+    @property
+    def final(self) -> float | None:
+        """Validation loss at the end of an ended run."""
+        return self.result["validation_loss"] if self.result else None
+
+    @property
+    def best(self) -> float | None:
+        """Lowest validation loss, so far in a run that has not ended."""
+        if self.result:
+            return self.result["best_validation_loss"]
+        return min(_finite(self.losses("eval")[1]), default=None)
+
+    def losses(self, kind: str) -> figures.Curve:
+        """The losses of the `train` or `eval` lines."""
+        lines = self.train if kind == "train" else self.evals
+        return _steps(lines), np.array([_number(line["loss"]) for line in lines])
+
+    def probe(self, *path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> figures.Curve:
+        """A per-layer measurement of the evaluations, e.g. `probe("weights", "mlp/c_fc", "sigma_max")`.
+
+        Args:
+          path: keys inside an eval line; where one is missing the value is NaN.
+          over_layers: reduces the layers' values; NaN in any layer makes the whole NaN.
+        """
+        values = []
+        for line in self.evals:
+            found: Any = line
+            for key in path:
+                found = found.get(key) if isinstance(found, dict) else None
+            layers = np.array([_number(value) for value in found or [None]])
+            values.append(float(over_layers(layers)))
+        return _steps(self.evals), np.array(values)
+
+    def violation(self) -> figures.Curve:
+        """Largest violation of the assigned constraints, over matrices and layers."""
+        each = [self.probe("weights", matrix, "violation")[1] for matrix in _MATRICES]
+        return _steps(self.evals), np.max(each, axis=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in the results table; None where there is no (finite) number."""
+
+    run: str
+    label: str
+    attention: str | None
+    mlp: str | None
+    validation_loss: float | None
+    best_validation_loss: float | None
+    status: str
+    difference: float | None
+    """Final validation loss minus the unconstrained run's, where both finished."""
+    paper: float | str | None
+    max_logit: float | None
+    """Largest attention logit over layers at the last evaluation."""
+    tokens_per_second: float | None
+    """Median, so that compilation in the first interval does not count."""
+
+
+def read_runs(study_dir: Path) -> list[RunRecord]:
+    """The runs of a study, in the order of the table.
+
+    Raises:
+      FileNotFoundError: `study_dir` is not there, or no folder in it has a config.json.
+      ValueError: a file is damaged. A cut last line of metrics.jsonl is none: a killed run leaves one.
+    """
+    study_dir = Path(study_dir)
+    if not study_dir.is_dir():
+        raise FileNotFoundError(f"{study_dir} is not a directory")
+    found = {path.parent.name: path.parent for path in study_dir.glob("*/config.json")}
+    if not found:
+        raise FileNotFoundError(
+            f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
+            "directory, not one run's)"
+        )
+    return [_read_run(found[name]) for name in figures.styles(found)]
+
+
+def _read_run(run_dir: Path) -> RunRecord:
+    facts = _read_json(run_dir / "config.json", require=("config", "versions", "corpus"))
+    result_path = run_dir / "result.json"
+    result = None
+    if result_path.exists():
+        result = _read_json(
+            result_path, require=("status", "step", "validation_loss", "best_validation_loss")
+        )
+        if result["status"] not in _STATUSES:
+            raise ValueError(f"{result_path}: status {result['status']!r} is none of {', '.join(_STATUSES)}")
+    lines, damaged_tail = _read_metrics(run_dir / "metrics.jsonl")
+    of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "speed")}
+    return RunRecord(
+        name=run_dir.name,
+        facts={key: facts[key] for key in ("config", "versions", "corpus")},
+        train=of_kind["train"],
+        evals=of_kind["eval"],
+        speeds=_finite(np.array([_number(line["tokens_per_second"]) for line in of_kind["speed"]])),
+        step=max((line["step"] for line in lines), default=0),
+        result=result,
+        damaged_tail=damaged_tail,
+    )
+
+
+def _read_json(path: Path, require: Sequence[str]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    missing = [key for key in require if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    return content
+
+
+_LINE_FIELDS = {"train": "loss", "eval": "loss", "speed": "tokens_per_second"}
+
+
+def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The lines, and whether a damaged last one was left out. No file yet: no lines."""
+    if not path.exists():
+        return [], False
+    raw = path.read_bytes().splitlines()
+    lines = []
+    for number, text in enumerate(raw, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(raw):
+                return lines, True
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        # A cut object never parses, so a line that parses but lacks a field is wrong wherever it stands.
+        if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
+            raise ValueError(f"{path}, line {number}: expected an object with `kind` and `step`")
+        needed = _LINE_FIELDS.get(line["kind"], "step")
+        if needed not in line:
+            raise ValueError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
+        lines.append(line)
+    return lines, False
+
+
+def _steps(lines: Sequence[dict[str, Any]]) -> np.ndarray:
+    return np.array([line["step"] for line in lines], dtype=float)
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else float(value)
+
+
+def _finite(values: np.ndarray) -> list[float]:
+    return [float(value) for value in values if np.isfinite(value)]
+
+
+def results(runs: Sequence[RunRecord]) -> list[Row]:
+    """The results table, one row per run."""
+    styles = figures.styles(run.name for run in runs)
+    reference = next((run.final for run in runs if run.name == "none" and run.finished), None)
+    rows = []
+    for run in runs:
+        attention, mlp, _ = _PAPER.get(run.config["optimizer"]["name"], (None, None, None))
+        *_, paper = _PAPER.get(run.name, (None,))
+        comparable = run.finished and run.final is not None and reference is not None
+        rows.append(
+            Row(
+                run=run.name,
+                label=styles[run.name].label,
+                attention=attention,
+                mlp=mlp,
+                validation_loss=run.final,
+                best_validation_loss=run.best,
+                status=run.status,
+                difference=run.final - reference if comparable else None,
+                paper=paper,
+                max_logit=next(iter(_finite(run.probe("attention", "max_logit")[1][-1:])), None),
+                tokens_per_second=float(np.median(run.speeds)) if run.speeds else None,
+            )
+        )
+    return rows
+
+
+def _text(value: float | str | None, spec: str = ".4f") -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else format(value, spec)
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "run": lambda row: row.label,
+    "attention manifold": lambda row: _text(row.attention),
+    "MLP manifold": lambda row: _text(row.mlp),
+    "validation loss (final)": lambda row: _text(row.validation_loss),
+    "best validation loss": lambda row: _text(row.best_validation_loss),
+    "status": lambda row: row.status,
+    "difference to unconstrained": lambda row: _text(row.difference, "+.4f"),
+    "paper's validation loss (GPT-2 small)": lambda row: _text(row.paper),
+    "largest attention logit at the end": lambda row: _text(row.max_logit, ".3g"),
+    "tokens/s": lambda row: _text(row.tokens_per_second, ",.0f"),
+}
+_TERMINAL = {
+    "run": "run",
+    "validation loss (final)": "val. loss",
+    "best validation loss": "best",
+    "difference to unconstrained": "difference",
+    "paper's validation loss (GPT-2 small)": "paper",
+    "largest attention logit at the end": "max logit",
+    "status": "status",
+}
+_LEFT = ("run", "attention manifold", "MLP manifold", "status")
+
+
+def format_table(study_dir: Path) -> str:
+    """The results as aligned plain text, at most 100 columns wide, for the terminal."""
+    rows = results(read_runs(study_dir))
+    columns = []
+    for name, head in _TERMINAL.items():
+        cells = [head, *(_COLUMNS[name](row) for row in rows)]
+        cells = [cell if len(cell) <= 18 or name == "status" else cell[:17] + "…" for cell in cells]
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if name in _LEFT else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _markdown(rows: Sequence[Row], caveat: str) -> str:
+    cells = [[render(row).replace("|", "\\|") for render in _COLUMNS.values()] for row in rows]
+    rule = [":--" if name in _LEFT else "--:" for name in _COLUMNS]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [list(_COLUMNS), rule, *cells])
+    return f"{table}\n\n{caveat}\n"
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    styles = figures.styles(row.run for row in rows)
+    losses = {row.run: row.validation_loss for row in rows if row.status == "finished"}
+    best = min((loss for loss in losses.values() if loss is not None), default=None)
+
+    def line(tag: str, cells: Iterable[str], swatch: str = "") -> str:
+        pairs = zip(_COLUMNS, cells, strict=True)
+        return "".join(
+            f"<{tag}{' class=text' * (name in _LEFT)}>{swatch * (name == 'run')}{cell}</{tag}>"
+            for name, cell in pairs
+        )
+
+    body = [f"<tr>{line('th', _COLUMNS)}</tr>"]
+    for row in rows:
+        swatch = f'<span class="swatch" style="background:{styles[row.run].color}"></span>'
+        mark = " class=best" if best is not None and losses.get(row.run) == best else ""
+        body.append(
+            f"<tr{mark}>{line('td', (html.escape(cell(row)) for cell in _COLUMNS.values()), swatch)}</tr>"
+        )
+    return "<table>\n" + "\n".join(body) + "\n</table>"
+
+
+def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
+    """Every panel of the page, by the name of its file and its place in the template."""
+    styles = figures.styles(run.name for run in runs)
+    losses = {run.name: run.losses("eval") for run in runs}
+
+    def probe(*path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> figures.Curves:
+        return {run.name: run.probe(*path, over_layers=over_layers) for run in runs}
+
+    panels = {
+        "validation_loss": figures.validation_loss(losses, styles),
+        "validation_loss_zoom": figures.validation_loss_zoom(losses, styles),
+        "training_loss": figures.training_loss({run.name: run.losses("train") for run in runs}, styles),
+        "attention_logit": figures.attention_logit(probe("attention", "max_logit"), styles),
+    }
+    for name, draw in (
+        ("entropy", figures.softmax_entropy),
+        ("saturated", figures.saturated_rows),
+        ("jacobian", figures.softmax_jacobian),
+    ):
+        panels[f"softmax_{name}"] = draw(probe("attention", name, over_layers=np.mean), styles)
+    for part, key, matrix in (
+        ("attention", "attn/c_attn", "attention c_attn"),
+        ("mlp", "mlp/c_fc", "MLP c_fc"),
+    ):
+        largest, gram = probe("weights", key, "sigma_max"), probe("weights", key, "gram_off_diagonal")
+        smallest = probe("weights", key, "sigma_min", over_layers=np.min)
+        panels[f"largest_singular_value_{part}"] = figures.largest_singular_value(largest, styles, matrix)
+        panels[f"smallest_singular_value_{part}"] = figures.smallest_singular_value(smallest, styles, matrix)
+        panels[f"gram_off_diagonal_{part}"] = figures.gram_off_diagonal(gram, styles, matrix)
+    panels["constraint_violation"] = figures.constraint_violation(
+        {run.name: run.violation() for run in runs}, styles
+    )
+    return panels
+
+
+def _notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What a reader must know before comparing the runs."""
+    notes = [
+        f"{run.name}: the last line of metrics.jsonl was cut short (a killed run leaves one) and is left out."
+        for run in runs
+        if run.damaged_tail
+    ]
+    first = runs[0]
+    for run in runs[1:]:
+        changed = [line for line in differences(first.facts, run.facts) if not line.startswith(_MAY_DIFFER)]
+        if changed:
+            notes.append(
+                f"{first.name} and {run.name} differ in more than the optimizer's name: {'; '.join(changed)}."
+            )
+    return notes
+
+
+def write_report(study_dir: Path) -> Path:
+    """Writes report.html, results.json, results.md and the figures as PNG into the study's directory.
+
+    Args:
+      study_dir: directory with one run directory per optimizer; a run may be unfinished.
+
+    Returns:
+      The path of report.html, which refers to nothing outside itself.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_runs`.
+    """
+    study_dir = Path(study_dir)
+    runs = read_runs(study_dir)
+    rows, notes, caveat = results(runs), _notes(runs), _caveat(runs[0])
+    table = {"notes": notes, "runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]}
+    _write(study_dir / "results.json", (json.dumps(table, indent=2, allow_nan=False) + "\n").encode())
+    _write(study_dir / "results.md", _markdown(rows, caveat).encode())
+    images = {}
+    for name, figure in _draw(runs).items():
+        image = figures.png(figure)
+        _write(study_dir / f"{name}.png", image)
+        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        images[name] = f'<img alt="{html.escape(figure.axes[0].get_title(loc="left"))}" src="{source}">'
+    report = study_dir / "report.html"
+    _write(report, _page(runs[0].facts, rows, notes, caveat, images).encode())
+    return report
+
+
+def _caveat(run: RunRecord) -> str:
+    model = run.config["model"]
+    same = (model["layers"], model["width"]) == (12, 768)
+    return _CAVEAT.format(scale="the same shape as here" if same else "another scale and corpus than here")
+
+
+def _page(
+    facts: dict[str, Any], rows: Sequence[Row], notes: Sequence[str], caveat: str, images: dict[str, str]
+) -> str:
+    config, corpus = facts["config"], facts["corpus"]
+    plain = {
+        **{name: config["model"][name] for name in ("layers", "heads", "width", "context")},
+        "steps": config["steps"],
+        "batch": config["data"]["batch_size"],
+        "seed": config["seed"],
+        "corpus": corpus["description"],
+        "fingerprint": corpus["fingerprint"],
+        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        "caveat": caveat,
+    }
+    escaped = {name: html.escape(str(value)) for name, value in plain.items()}
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    template = Template((Path(__file__).parent / "report_template.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        escaped, **images, notes=f'<ul class="notes">{items}</ul>' if items else "", table=_html_table(rows)
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
