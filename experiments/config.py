@@ -3,12 +3,14 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from experiments.errors import InputError
+
 ADAMW = "adamw"
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise InputError(message)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def preset(name: str) -> Run:
     """The named preset.
 
     Raises:
-      ValueError: no preset has this name.
+      InputError: no preset has this name.
     """
     _require(name in PRESETS, f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

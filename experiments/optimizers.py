@@ -8,6 +8,7 @@ import optax
 from jaxtyping import Array
 
 from experiments.config import ADAMW, Run
+from experiments.errors import InputError
 from manifold_muon import DGram, DualAscent, Manifold, assignment, manifold_muon, project_params
 from manifold_muon import constraint_violations as violations_by_path
 from spectral.paths import path_name
@@ -38,13 +39,13 @@ def manifolds(config: Run) -> dict[str, Manifold]:
     """Glob pattern -> manifold of the run's block matrices; AdamW's are unconstrained.
 
     Raises:
-      ValueError: the optimizer's name is neither `adamw` nor an assignment.
+      InputError: the optimizer's name is neither `adamw` nor an assignment.
     """
     name = config.optimizer.name
     try:
         named = assignment("none" if name == ADAMW else name)
     except ValueError as error:
-        raise ValueError(f"optimizer.name: {error} (or {ADAMW})") from error
+        raise InputError(f"optimizer.name: {error} (or {ADAMW})") from error
     retraction = config.optimizer.dgram_retraction
     return {
         pattern: replace(manifold, retraction=retraction) if isinstance(manifold, DGram) else manifold

@@ -1,0 +1,52 @@
+# `make` alone lists the targets. Each one that needs the environment creates it first.
+PYTHON ?= python3
+# A plain torch brings CUDA along on Linux: name a CPU build here where that matters.
+TORCH ?= torch
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo study report test test-slow test-peers lint format clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+demo: $(VENV)/.experiments ## From nothing to a small GPT-2 trained under six optimisers, and a report (minutes)
+	$(BIN)/python -m experiments manifolds --preset demo
+
+study: $(VENV)/.experiments ## The same with three times the steps; its result stands in the README
+	$(BIN)/python -m experiments manifolds --preset tiny
+
+test: $(VENV)/.test ## From nothing to green tests
+	$(BIN)/python -m pytest -m "not slow and not peers"
+
+test-slow: $(VENV)/.test ## The tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
+	$(BIN)/python -m pytest -m peers
+
+lint: $(VENV)/.test ## Check style
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(VENV)/.test ## Apply style
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean: ## Remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+# One file a level of the environment, newer than what it was installed from.
+$(VENV)/.experiments: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --editable ".[experiments]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.experiments
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)/.peers: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[hf]"
+	touch $@
