@@ -99,7 +99,7 @@ def training_loss(curves: Curves, styles: Styles) -> Figure:
     """Training loss, each point the mean over a fiftieth of the longest run's steps."""
     window = max(1, max((len(steps) for steps, _ in curves.values()), default=0) // 50)
     smooth = {name: (steps, _trailing_mean(values, window)) for name, (steps, values) in curves.items()}
-    title = f"Training loss, mean of {window} steps"
+    title = f"Training loss, mean of {window} steps" if window > 1 else "Training loss"
     return _panel(smooth, styles, title, _NATS, log=False, limits=_loss_limits(smooth))
 
 
@@ -196,6 +196,8 @@ def _set_scale(axes: Axes, curves: Curves, log: bool | None) -> None:
     if log is None:
         log = low > 0 and high > 20 * low
     if not log:
+        if low == high == 0:
+            axes.set_ylim(0, 1)
         return
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())

@@ -163,6 +163,11 @@ def test_rounding_noise_fills_no_more_than_a_decade() -> None:
     assert high / low > 9
 
 
+def test_all_zeros_are_drawn_at_the_bottom() -> None:
+    curves = {"none": curve([0.0, 0.0])}
+    assert figures.saturated_rows(curves, figures.styles(curves)).axes[0].get_ylim() == (0, 1)
+
+
 def test_a_panel_without_values_says_so() -> None:
     curves = {"none": curve([0.0, 0.0])}
     assert named(figures.constraint_violation(curves, figures.styles(curves))) == {"no violation above zero"}
