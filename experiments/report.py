@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments import figures
 from experiments.config import differences
+from experiments.records import RunRecord, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
 _PAPER: dict[str, tuple[str, str, float | str | None]] = {
@@ -30,81 +31,8 @@ _CAVEAT = (
     "50,000 steps of 64 x 1024 tokens: {scale}. They are there for the order of the runs, not for the value. "
     "Every run here is one seed, which gives no error bars: small differences can be chance."
 )
-_STATUSES = ("finished", "diverged", "non-finite")
-_MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
 # The only difference that a study of optimizers wants between its runs.
 _MAY_DIFFER = "config.optimizer.name: "
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What one run directory holds."""
-
-    name: str
-    facts: dict[str, Any]
-    """`config`, `versions` and `corpus` of config.json."""
-    train: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    speeds: list[float]
-    """Tokens per second, in the order measured."""
-    step: int
-    """The last step that the metrics speak of."""
-    result: dict[str, Any] | None
-    """result.json; None while the run has not ended."""
-    damaged_tail: bool = False
-    """The last line of the metrics was cut short and left out."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.facts["config"]
-
-    @property
-    def finished(self) -> bool:
-        return self.result is not None and self.result["status"] == "finished"
-
-    @property
-    def status(self) -> str:
-        if self.result is None:
-            return f"running, step {self.step} of {self.config['steps']}"
-        return "finished" if self.finished else f"{self.result['status']} at step {self.result['step']}"
-
-    @property
-    def final(self) -> float | None:
-        """Validation loss at the end of an ended run."""
-        return self.result["validation_loss"] if self.result else None
-
-    @property
-    def best(self) -> float | None:
-        """Lowest validation loss, so far in a run that has not ended."""
-        if self.result:
-            return self.result["best_validation_loss"]
-        return min(_finite(self.losses("eval")[1]), default=None)
-
-    def losses(self, kind: str) -> figures.Curve:
-        """The losses of the `train` or `eval` lines."""
-        lines = self.train if kind == "train" else self.evals
-        return _steps(lines), np.array([_number(line["loss"]) for line in lines])
-
-    def probe(self, *path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> figures.Curve:
-        """A per-layer measurement of the evaluations, e.g. `probe("weights", "mlp/c_fc", "sigma_max")`.
-
-        Args:
-          path: keys inside an eval line; where one is missing the value is NaN.
-          over_layers: reduces the layers' values; NaN in any layer makes the whole NaN.
-        """
-        values = []
-        for line in self.evals:
-            found: Any = line
-            for key in path:
-                found = found.get(key) if isinstance(found, dict) else None
-            layers = np.array([_number(value) for value in found or [None]])
-            values.append(float(over_layers(layers)))
-        return _steps(self.evals), np.array(values)
-
-    def violation(self) -> figures.Curve:
-        """Largest violation of the assigned constraints, over matrices and layers."""
-        each = [self.probe("weights", matrix, "violation")[1] for matrix in _MATRICES]
-        return _steps(self.evals), np.max(each, axis=0)
 
 
 @dataclass(frozen=True)
@@ -127,98 +55,6 @@ class Row:
     """Median, so that compilation in the first interval does not count."""
 
 
-def read_runs(study_dir: Path) -> list[RunRecord]:
-    """The runs of a study, in the order of the table.
-
-    Raises:
-      FileNotFoundError: `study_dir` is not there, or no folder in it has a config.json.
-      ValueError: a file is damaged. A cut last line of metrics.jsonl is none: a killed run leaves one.
-    """
-    study_dir = Path(study_dir)
-    if not study_dir.is_dir():
-        raise FileNotFoundError(f"{study_dir} is not a directory")
-    found = {path.parent.name: path.parent for path in study_dir.glob("*/config.json")}
-    if not found:
-        raise FileNotFoundError(
-            f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
-            "directory, not one run's)"
-        )
-    return [_read_run(found[name]) for name in figures.styles(found)]
-
-
-def _read_run(run_dir: Path) -> RunRecord:
-    facts = _read_json(run_dir / "config.json", require=("config", "versions", "corpus"))
-    result_path = run_dir / "result.json"
-    result = None
-    if result_path.exists():
-        result = _read_json(
-            result_path, require=("status", "step", "validation_loss", "best_validation_loss")
-        )
-        if result["status"] not in _STATUSES:
-            raise ValueError(f"{result_path}: status {result['status']!r} is none of {', '.join(_STATUSES)}")
-    lines, damaged_tail = _read_metrics(run_dir / "metrics.jsonl")
-    of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "speed")}
-    return RunRecord(
-        name=run_dir.name,
-        facts={key: facts[key] for key in ("config", "versions", "corpus")},
-        train=of_kind["train"],
-        evals=of_kind["eval"],
-        speeds=_finite(np.array([_number(line["tokens_per_second"]) for line in of_kind["speed"]])),
-        step=max((line["step"] for line in lines), default=0),
-        result=result,
-        damaged_tail=damaged_tail,
-    )
-
-
-def _read_json(path: Path, require: Sequence[str]) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    missing = [key for key in require if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
-    return content
-
-
-_LINE_FIELDS = {"train": "loss", "eval": "loss", "speed": "tokens_per_second"}
-
-
-def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The lines, and whether a damaged last one was left out. No file yet: no lines."""
-    if not path.exists():
-        return [], False
-    raw = path.read_bytes().splitlines()
-    lines = []
-    for number, text in enumerate(raw, start=1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            if number == len(raw):
-                return lines, True
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-        # A cut object never parses, so a line that parses but lacks a field is wrong wherever it stands.
-        if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
-            raise ValueError(f"{path}, line {number}: expected an object with `kind` and `step`")
-        needed = _LINE_FIELDS.get(line["kind"], "step")
-        if needed not in line:
-            raise ValueError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
-        lines.append(line)
-    return lines, False
-
-
-def _steps(lines: Sequence[dict[str, Any]]) -> np.ndarray:
-    return np.array([line["step"] for line in lines], dtype=float)
-
-
-def _number(value: float | None) -> float:
-    return np.nan if value is None else float(value)
-
-
-def _finite(values: np.ndarray) -> list[float]:
-    return [float(value) for value in values if np.isfinite(value)]
-
-
 def results(runs: Sequence[RunRecord]) -> list[Row]:
     """The results table, one row per run."""
     styles = figures.styles(run.name for run in runs)
@@ -239,7 +75,7 @@ def results(runs: Sequence[RunRecord]) -> list[Row]:
                 status=run.status,
                 difference=run.final - reference if comparable else None,
                 paper=paper,
-                max_logit=next(iter(_finite(run.probe("attention", "max_logit")[1][-1:])), None),
+                max_logit=next(iter(finite(run.probe("attention", "max_logit")[1][-1:])), None),
                 tokens_per_second=float(np.median(run.speeds)) if run.speeds else None,
             )
         )
