@@ -256,8 +256,11 @@ def test_fingerprint_covers_names_contents_and_where_files_end(tmp_path):
         fingerprint(a="x", b="yz"),
         fingerprint(a="xy", c="z"),
         fingerprint(a="xy"),
+        # Without the lengths both would add the same bytes, "zabc".
+        fingerprint(za="bc"),
+        fingerprint(zab="c"),
     ]
-    assert len(set(variants)) == 4
+    assert len(set(variants)) == len(variants)
     assert fingerprint(a="xy", b="z") == variants[0]
 
 
