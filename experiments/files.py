@@ -13,6 +13,7 @@ import jax
 from experiments.config import Run, differences, to_dict
 from experiments.corpus import Corpus
 
+CONFIG, RESULT = "config.json", "result.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -52,16 +53,18 @@ def read_json(path: Path) -> Any:
 
 
 def check_config(config: Run, run_dir: Path) -> None:
-    """Raises ValueError if the folder's run has another configuration, or is not a run."""
-    if not (run_dir / "config.json").exists():
+    """Checks that the folder is new, or holds a run with this configuration.
+
+    Raises:
+      ValueError: the configuration differs, or the folder holds something else.
+    """
+    if not (run_dir / CONFIG).exists():
         if strangers := [
-            name for name in ("checkpoints", "metrics.jsonl", "result.json") if (run_dir / name).exists()
+            name for name in ("checkpoints", "metrics.jsonl", RESULT) if (run_dir / name).exists()
         ]:
-            raise ValueError(
-                f"{run_dir} has {', '.join(strangers)} but no config.json: use another directory"
-            )
+            raise ValueError(f"{run_dir} has {', '.join(strangers)} but no {CONFIG}: use another directory")
         return
-    stored = read_json(run_dir / "config.json")["config"]
+    stored = read_json(run_dir / CONFIG)["config"]
     if changes := differences(stored, json.loads(json.dumps(to_dict(config)))):
         raise ValueError(
             f"{run_dir} holds a run with another configuration (there -> here): {'; '.join(changes)}. "
@@ -69,29 +72,44 @@ def check_config(config: Run, run_dir: Path) -> None:
         )
 
 
-def start_or_check(config: Run, corpus: Corpus, run_dir: Path) -> None:
-    """Writes `config.json`, or raises ValueError if the one there was written for another text."""
-    path = run_dir / "config.json"
-    environment = {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "platform": jax.default_backend(),
-        "devices": [device.device_kind for device in jax.devices()],
-    }
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = {"fingerprint": corpus.fingerprint, "description": corpus.description}
-        write_json(path, {"config": to_dict(config), "seed": config.seed, "corpus": text, **environment})
+def check_corpus(corpus: Corpus, run_dir: Path) -> None:
+    """Checks that the folder is new, or holds a run on this text; warns if its environment differs.
+
+    Raises:
+      ValueError: the text differs.
+    """
+    if not (run_dir / CONFIG).exists():
         return
-    stored = read_json(path)
+    stored = read_json(run_dir / CONFIG)
     if stored["corpus"]["fingerprint"] != corpus.fingerprint:
         raise ValueError(
             f"{run_dir} holds a run on another text: {stored['corpus']['description']} (fingerprint "
             f"{stored['corpus']['fingerprint']}), now {corpus.description} ({corpus.fingerprint}). "
             "Use another directory, or the same text to continue that run"
         )
-    if changes := differences({key: stored[key] for key in environment}, environment):
+    environment = _environment()
+    if changes := differences({key: stored.get(key) for key in environment}, environment):
         warnings.warn(
             f"{run_dir} was begun in another environment, so results may differ in the last digits "
             f"(there -> here): {'; '.join(changes)}",
             stacklevel=3,
         )
+
+
+def write_config(config: Run, corpus: Corpus, run_dir: Path) -> None:
+    """Writes `config.json`, with all that the run depends on, unless it is there."""
+    if (run_dir / CONFIG).exists():
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    text = {"fingerprint": corpus.fingerprint, "description": corpus.description}
+    write_json(
+        run_dir / CONFIG, {"config": to_dict(config), "seed": config.seed, "corpus": text, **_environment()}
+    )
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "platform": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+    }

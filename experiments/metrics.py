@@ -1,15 +1,21 @@
-"""A run's metrics: JSON lines, and the same numbers as TensorBoard events."""
+"""What a run records: JSON lines, the same numbers as TensorBoard events, and a progress bar."""
 
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
+from jax import Array
 from tensorboardX import SummaryWriter
+from tqdm import tqdm
 
+from experiments.config import Run
 from experiments.files import write_whole
 
 FILE_NAME = "metrics.jsonl"
@@ -41,6 +47,10 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Flushes, then closes the files."""
         self.flush()
         self._file.close()
         self._events.close()
@@ -114,3 +124,120 @@ def _nested_scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[st
             yield from _nested_scalars(f"{prefix}/{name}", value)
         elif finite := [number for number in value if number is not None]:
             yield f"{prefix}/{name}", max(finite)
+
+
+class Update(NamedTuple):
+    """What is recorded of one update, as scalars."""
+
+    loss: Array
+    """The mean loss before the update, nats per token."""
+    gradient_norm: Array
+    """The gradient's global norm before clipping."""
+    learning_rate: Array
+    """AdamW's."""
+
+
+class RunEnded(Exception):
+    """The run has ended before its last step; this is a result, not an error."""
+
+    def __init__(self, status: Literal["diverged", "non-finite"], step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.step, self.reason = status, step, reason
+
+
+class RunLog:
+    """Records a run as it goes, and says when it cannot go on; a context manager."""
+
+    def __init__(self, config: Run, run_dir: Path, resume_step: int | None, progress: bool) -> None:
+        """Opens the run's metrics as `MetricsWriter` does, and shows a progress bar if asked to."""
+        self._config = config
+        self._metrics = MetricsWriter(run_dir, resume_step)
+        self._bar = tqdm(
+            desc=config.optimizer.name,
+            total=config.steps,
+            initial=resume_step or 0,
+            unit="step",
+            disable=not progress,
+            mininterval=0.5 if sys.stderr.isatty() else 60.0,  # In a log file, a line a minute.
+            maxinterval=60.0,
+            dynamic_ncols=True,
+        )
+        evaluations = (line for line in read_metrics(run_dir) if line["kind"] == "eval")
+        self._validation_losses: list[float | None] = [line["loss"] for line in evaluations]
+        self._unread: list[tuple[int, Update]] = []
+        self._read_at: float | None = None
+        self._timed_steps, self._seconds = 0, 0.0
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+        self._metrics.close()
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the last evaluation; None if it was not finite, or if there was none."""
+        return self._validation_losses[-1] if self._validation_losses else None
+
+    @property
+    def best_validation_loss(self) -> float | None:
+        """The lowest; None if none was finite."""
+        return min((loss for loss in self._validation_losses if loss is not None), default=None)
+
+    def update(self, step: int, update: Update) -> None:
+        """Keeps an update's numbers, on the device, for the next `read`."""
+        self._unread.append((step, update))
+
+    def read(self) -> None:
+        """Waits for the kept updates, reads their numbers in one transfer, and records them.
+
+        Every `log_every` steps it records the speed too. The time until the first read, which holds the
+        step's compilation, does not count, nor does that of evaluations.
+
+        Raises:
+          RunEnded: a number is not finite.
+        """
+        updates, self._unread = jax.device_get(self._unread), []
+        now = time.perf_counter()
+        for step, update in updates:
+            self._metrics.write("train", step, **update._asdict())
+            for name, number in update._asdict().items():
+                if not math.isfinite(number):
+                    raise RunEnded("non-finite", step, f"{name} is {number} at update {step}")
+        if self._read_at is not None:
+            self._timed_steps += len(updates)
+            self._seconds += now - self._read_at
+        self._read_at = now
+        step, update = updates[-1]
+        if self._timed_steps and step % self._config.log_every == 0:
+            self._speed(step, update.loss)
+        self._bar.update(len(updates))
+
+    def _speed(self, step: int, loss: float) -> None:
+        tokens = self._timed_steps * self._config.data.batch_size * self._config.model.context
+        rate = tokens / self._seconds
+        self._metrics.write("speed", step, tokens_per_second=rate, seconds=self._seconds)
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+        self._timed_steps, self._seconds = 0, 0.0
+
+    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records an evaluation: its `loss` and probes.
+
+        Raises:
+          RunEnded: its loss is not finite, or too far above the best so far.
+        """
+        self._metrics.write("eval", step, **values)
+        loss = float(values["loss"])
+        self._validation_losses.append(loss if math.isfinite(loss) else None)
+        if self._read_at is not None:
+            self._read_at = time.perf_counter()
+        if not math.isfinite(loss):
+            raise RunEnded("non-finite", step, f"validation loss is {loss} after update {step}")
+        best = self.best_validation_loss
+        if loss > best + self._config.divergence_margin:
+            raise RunEnded("diverged", step, f"validation loss {loss:.4f}, after a best of {best:.4f}")
+
+    def flush(self) -> None:
+        """Returns once the metrics so far are on disk."""
+        self._metrics.flush()

@@ -27,7 +27,14 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
     `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
     matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
     it has none).
+
+    Raises:
+      ValueError: the model's context is a single token.
     """
+    if config.model.context < 2:
+        raise ValueError(
+            "attention over a single token has nothing to probe: take model.context of 2 or more"
+        )
 
     def probe(params: Any, tokens_BxT: Array) -> Probes:
         _, sown = GPT2(config.model).apply({"params": params}, tokens_BxT, mutable=["probes"])
@@ -49,19 +56,14 @@ def attention_statistics(query_LxBxTxHxK: Array, key_LxBxTxHxK: Array) -> dict[s
     """Statistics of causal attention, one number per layer; position 0, which sees one key, is left out.
 
     Args:
-      query_LxBxTxHxK: projected queries, before scaling by 1 / sqrt(K).
+      query_LxBxTxHxK: projected queries, T at least 2, before scaling by 1 / sqrt(K).
       key_LxBxTxHxK: projected keys.
 
     Returns:
       `max_logit`, the largest absolute scaled logit that the mask lets through; `entropy`, the softmax
       rows' mean entropy (nats); `saturated`, the share of rows whose largest probability exceeds 0.99;
       `jacobian`, the mean Frobenius norm of the softmax's Jacobian diag(p) - p p^T. Each (L,).
-
-    Raises:
-      ValueError: T is 1.
     """
-    if query_LxBxTxHxK.shape[2] < 2:
-        raise ValueError("attention over a single token has nothing to probe: use a context of 2 or more")
     # One layer at a time, because its (B, H, T, T) probabilities are the largest arrays here.
     return jax.lax.map(lambda layer: _layer_statistics(*layer), (query_LxBxTxHxK, key_LxBxTxHxK))
 

@@ -59,7 +59,7 @@ def test_attention_statistics(rng):
 
 def test_one_token_has_no_attention_to_probe():
     with pytest.raises(ValueError, match="context of 2 or more"):
-        attention_statistics(np.zeros((1, 1, 1, 1, 4)), np.zeros((1, 1, 1, 1, 4)))
+        make_probe(Run(model=Model(context=1)))
 
 
 @pytest.mark.parametrize("rest", [0.3, 1e-3, 1e-6, 1e-12, 0.0])

@@ -1,0 +1,205 @@
+"""One training run: the update, the evaluation, and the loop that starts it or takes it up again.
+
+Every step is a function of the configuration, the corpus and the step's number, so that a run killed at
+any moment and started again ends with the parameters and metrics of one that was never killed.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from experiments.checkpoints import Checkpoints, on_default_device
+from experiments.config import Run
+from experiments.corpus import Corpus, load, train_batches, validation_batches
+from experiments.files import RESULT, check_config, check_corpus, read_json, write_config, write_json
+from experiments.metrics import RunEnded, RunLog, Update
+from experiments.model import GPT2, init_params
+from experiments.optimizers import learning_rate_schedule, make_optimizer, prepare_params
+from experiments.probes import make_probe
+
+
+class TrainState(NamedTuple):
+    """All that changes from one update to the next."""
+
+    params: Any
+    opt_state: Any
+    step: Array
+    """Completed updates, an int32 scalar."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: the contents of its `result.json`."""
+
+    status: Literal["finished", "diverged", "non-finite"]
+    step: int
+    """Completed updates; for `diverged` and `non-finite`, the first at which it showed."""
+    reason: str
+    validation_loss: float | None
+    """Of the last evaluation; None where it was not finite."""
+    best_validation_loss: float | None
+
+
+def init_state(config: Run, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update, a function of the configuration alone."""
+    params = prepare_params(init_params(config.model, jax.random.key(config.seed)), config)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def _mean_loss(model: GPT2, params: Any, tokens: Array, dropout_key: Array | None = None) -> Array:
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    logits = model.apply({"params": params}, tokens[:, :-1], deterministic=rngs is None, rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def make_train_step(
+    config: Run, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Array], tuple[TrainState, Update]]:
+    """The jitted update: (state, tokens (batch, context + 1)) -> (state, what is recorded).
+
+    The state's buffers are donated. The gradient is the mean over `config.data.accumulation`
+    micro-batches, computed one after the other.
+    """
+    loss_and_gradient = jax.value_and_grad(functools.partial(_mean_loss, GPT2(config.model)))
+    schedule = learning_rate_schedule(config)
+    count = config.data.accumulation
+
+    def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Update]:
+        def accumulate(total: Any, micro_batch: tuple[Array, Array]) -> tuple[Any, None]:
+            return optax.tree.add(total, loss_and_gradient(state.params, *micro_batch)), None
+
+        step_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        micro_batches = tokens.reshape(count, -1, tokens.shape[-1]), jax.random.split(step_key, count)
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
+        total, _ = jax.lax.scan(accumulate, zeros, micro_batches)
+        loss, gradient = jax.tree.map(lambda x: x / count, total)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        update = Update(loss, optax.tree.norm(gradient), jnp.asarray(schedule(state.step), jnp.float32))
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), update
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_evaluation(config: Run, corpus: Corpus) -> Callable[[Any], dict[str, Any]]:
+    """A function of the parameters that gives, on fixed held-out text, what an `eval` line records.
+
+    That is the mean `loss`, and `attention` and `weights` from `probes.make_probe`.
+    """
+    batches = np.stack(
+        validation_batches(
+            corpus,
+            batch_size=config.data.batch_size,
+            context=config.model.context,
+            count=config.data.eval_batches,
+        )
+    )
+    sequences = batches.reshape(-1, batches.shape[-1])[: config.data.probe_sequences, :-1]
+    # In micro-batches, as in training, since a whole batch's logits may not fit.
+    batches = batches.reshape(-1, config.data.batch_size // config.data.accumulation, batches.shape[-1])
+    batches, sequences = jax.device_put((batches, sequences))
+    mean_loss, probe = functools.partial(_mean_loss, GPT2(config.model)), make_probe(config)
+    evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: mean_loss(params, x), batches).mean())
+    return lambda params: jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
+
+
+class Program(NamedTuple):
+    """A run's functions; each is compiled at its first call."""
+
+    initial_state: Callable[[], TrainState]
+    train_step: Callable[[TrainState, Array], tuple[TrainState, Update]]
+    evaluate: Callable[[Any], dict[str, Any]]
+
+
+def make_program(config: Run, corpus: Corpus) -> Program:
+    """The functions of a run on a text.
+
+    Raises:
+      ValueError: the optimizer is unknown, or the text is too short for one batch.
+    """
+    optimizer = make_optimizer(config)
+    initial_state = jax.jit(functools.partial(init_state, config, optimizer))
+    return Program(initial_state, make_train_step(config, optimizer), make_evaluation(config, corpus))
+
+
+def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress: bool = True) -> Result:
+    """Starts a run, takes up one that was interrupted, or returns the result of one that has ended.
+
+    Args:
+      config: the whole run.
+      run_dir: the run's own folder: configuration, metrics, checkpoints and, at the end, `result.json`.
+      corpus: the text; by default it is loaded as `config.data.corpus` says.
+      progress: show a progress bar on stderr.
+
+    Raises:
+      ValueError: the folder holds another configuration's run, or a run on another text.
+    """
+    run_dir = Path(run_dir)
+    check_config(config, run_dir)
+    if corpus is None:
+        corpus = load(config.data.corpus, vocab_size=config.model.vocab_size, context=config.model.context)
+    check_corpus(corpus, run_dir)
+    if (run_dir / RESULT).exists():
+        return Result(**read_json(run_dir / RESULT))
+    # This may reject the configuration, so it comes before the folder is made this configuration's own.
+    program = make_program(config, corpus)
+    write_config(config, corpus, run_dir)
+    with (
+        Checkpoints(run_dir / "checkpoints") as checkpoints,
+        RunLog(config, run_dir, checkpoints.latest_step, progress) as log,
+    ):
+        status, step, reason = "finished", config.steps, f"all {config.steps} updates were made"
+        try:
+            _loop(config, corpus, program, checkpoints, log)
+        except RunEnded as end:
+            status, step, reason = end.status, end.step, end.reason
+    result = Result(status, step, reason, log.validation_loss, log.best_validation_loss)
+    # Last of all, so that whoever finds it finds the final checkpoint and all metrics too.
+    write_json(run_dir / RESULT, asdict(result))
+    return result
+
+
+def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoints, log: RunLog) -> None:
+    """Makes the updates that are missing.
+
+    Raises:
+      RunEnded: the run cannot go on.
+    """
+    start = checkpoints.latest_step or 0
+    if start == config.steps:
+        return
+    if start == 0:
+        state = program.initial_state()
+        log.evaluation(0, program.evaluate(state.params))
+    else:
+        state = checkpoints.restore(on_default_device(jax.eval_shape(program.initial_state)))
+    batches = train_batches(
+        corpus,
+        batch_size=config.data.batch_size,
+        context=config.model.context,
+        seed=config.seed,
+        start_step=start,
+        stop_step=config.steps,
+    )
+    for step, tokens in enumerate(batches, start + 1):
+        state, update = program.train_step(state, tokens)
+        log.update(step, update)
+        last = step == config.steps
+        evaluation_due = last or step % config.eval_every == 0
+        save_due = last or step % config.checkpoint_every == 0
+        # The first step is read at once: what it took to compile is not counted as training time.
+        if step == start + 1 or evaluation_due or save_due or step % config.log_every == 0:
+            log.read()
+        if evaluation_due:
+            log.evaluation(step, program.evaluate(state.params))
+        if save_due:
+            log.flush()  # Before the save: what a checkpoint covers is never computed again.
+            checkpoints.save(step, state)
