@@ -14,6 +14,8 @@ from pathlib import Path
 import grain
 import numpy as np
 
+from experiments.errors import InputError
+
 STDLIB = "stdlib"
 HELD_OUT = 0.02
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -43,9 +45,8 @@ def load(corpus: str, *, vocab_size: int, context: int) -> Corpus:
       context: tokens per sequence.
 
     Raises:
-      FileNotFoundError: nothing exists at that path.
-      ValueError: the corpus is empty, too short for the context, malformed, or has tokens outside the
-        vocabulary.
+      InputError: nothing exists at that path, or the corpus is empty, too short for the context,
+        malformed, or has tokens outside the vocabulary.
     """
     digest = hashlib.sha256()
     path = Path(corpus)
@@ -54,7 +55,7 @@ def load(corpus: str, *, vocab_size: int, context: int) -> Corpus:
         parts = _read_folder(root, _stdlib_files(root), vocab_size, digest)
         description = f"library of Python {platform.python_version()}"
     elif not path.exists():
-        raise FileNotFoundError(
+        raise InputError(
             f"no corpus at {path.absolute()}: give a text file, a folder of text files, a .bin of uint16 "
             f"tokens, a folder with train.bin and val.bin, or {STDLIB!r}, which needs no file"
         )
@@ -99,7 +100,7 @@ def train_batches(
       An iterator over int32 arrays (batch_size / process_count, context + 1).
 
     Raises:
-      ValueError: the processes cannot share a batch evenly, or no window fits.
+      InputError: the processes cannot share a batch evenly, or no window fits.
     """
     share = _rows_per_process(batch_size, process_index, process_count)
     _require_one_window("train", corpus.train, context)
@@ -133,13 +134,13 @@ def validation_batches(
       int32 arrays (batch_size / process_count, context + 1).
 
     Raises:
-      ValueError: the processes cannot share a batch evenly, or the text does not fill one batch.
+      InputError: the processes cannot share a batch evenly, or the text does not fill one batch.
     """
     share = _rows_per_process(batch_size, process_index, process_count)
     windows = _Windows(corpus.validation, context)
     batches = min(count, len(windows) // batch_size)
     if batches < 1:
-        raise ValueError(
+        raise InputError(
             f"the validation part has {len(windows)} windows of {context} tokens, too few for one batch "
             f"of {batch_size}: take a larger corpus, a smaller data.batch_size or a smaller model.context"
         )
@@ -165,18 +166,18 @@ class _Windows:
 
 def _rows_per_process(batch_size: int, process_index: int, process_count: int) -> int:
     if batch_size % process_count:
-        raise ValueError(
+        raise InputError(
             f"a batch of {batch_size} rows is not divisible by {process_count} processes: "
             "make data.batch_size a multiple of their number"
         )
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+        raise InputError(f"process_index must be in [0, {process_count}), got {process_index}")
     return batch_size // process_count
 
 
 def _require_one_window(name: str, tokens: np.ndarray, context: int) -> None:
     if len(tokens) <= context:
-        raise ValueError(
+        raise InputError(
             f"the {name} part of the corpus has {len(tokens)} tokens, less than a context of {context} and "
             "one more: take a larger corpus (of a folder whole files are held out) or a smaller model.context"
         )
@@ -184,7 +185,7 @@ def _require_one_window(name: str, tokens: np.ndarray, context: int) -> None:
 
 def _require_bytes(vocab_size: int) -> None:
     if vocab_size < 256:
-        raise ValueError(f"text is read as bytes and needs model.vocab_size of 256 or more, got {vocab_size}")
+        raise InputError(f"text is read as bytes and needs model.vocab_size of 256 or more, got {vocab_size}")
 
 
 def _read_path(path: Path, vocab_size: int, digest: "hashlib._Hash") -> tuple[np.ndarray, np.ndarray]:
@@ -193,9 +194,7 @@ def _read_path(path: Path, vocab_size: int, digest: "hashlib._Hash") -> tuple[np
     if train_bin.exists() or val_bin.exists():
         for file in (train_bin, val_bin):
             if not file.exists():
-                raise FileNotFoundError(
-                    f"{path} has one of train.bin and val.bin but lacks {file.name}: add it"
-                )
+                raise InputError(f"{path} has one of train.bin and val.bin but lacks {file.name}: add it")
         train = _map_tokens(train_bin, np.uint16, vocab_size, digest)
         return train, _map_tokens(val_bin, np.uint16, vocab_size, digest)
     if path.is_dir():
@@ -213,9 +212,9 @@ def _map_tokens(path: Path, dtype: type[np.integer], vocab_size: int, digest: "h
     """Maps a file of tokens into memory and, in one pass over it, checks them and feeds them to `digest`."""
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0:
-        raise ValueError(f"{path} is empty: give a file with text or tokens")
+        raise InputError(f"{path} is empty: give a file with text or tokens")
     if size % width:
-        raise ValueError(
+        raise InputError(
             f"{path} has {size} bytes, an odd number, so it is not an array of uint16 tokens: write it with "
             "`tokens.astype(np.uint16).tofile(...)`, or name a text file something else than .bin"
         )
@@ -224,7 +223,7 @@ def _map_tokens(path: Path, dtype: type[np.integer], vocab_size: int, digest: "h
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK]
         if chunk.max() >= vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"{path} has token {chunk.max()}, outside model.vocab_size {vocab_size}: raise it to the "
                 "vocabulary that the file was made with"
             )
@@ -238,7 +237,7 @@ def _read_folder(
     """Joins files (paths relative to `root`, sorted) into two parts and feeds them to `digest`."""
     _require_bytes(vocab_size)
     if not files:
-        raise ValueError(f"{root} holds no text files: give a folder with some")
+        raise InputError(f"{root} holds no text files: give a folder with some")
     ranks = [int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64 for name in files]
     # A file is held out by its own name alone, whatever lies beside it; in a small folder the first to be.
     limit = max(HELD_OUT, min(ranks))

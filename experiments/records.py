@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments import figures
+from experiments.errors import InputError
 
 _STATUSES = ("finished", "diverged", "non-finite")
 _MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
@@ -89,15 +90,15 @@ def read_runs(study_dir: Path) -> list[RunRecord]:
     """The runs of a study, in the order of the table.
 
     Raises:
-      FileNotFoundError: `study_dir` is not there, or no folder in it has a config.json.
-      ValueError: a file is damaged. A cut last line of metrics.jsonl is none: a killed run leaves one.
+      InputError: `study_dir` is not there, no folder in it has a config.json, or a file is damaged. A cut
+        last line of metrics.jsonl is no damage: a killed run leaves one.
     """
     study_dir = Path(study_dir)
     if not study_dir.is_dir():
-        raise FileNotFoundError(f"{study_dir} is not a directory")
+        raise InputError(f"{study_dir} is not a directory")
     found = {path.parent.name: path.parent for path in study_dir.glob("*/config.json")}
     if not found:
-        raise FileNotFoundError(
+        raise InputError(
             f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
             "directory, not one run's)"
         )
@@ -113,7 +114,7 @@ def _read_run(run_dir: Path) -> RunRecord:
             result_path, require=("status", "step", "validation_loss", "best_validation_loss")
         )
         if result["status"] not in _STATUSES:
-            raise ValueError(f"{result_path}: status {result['status']!r} is none of {', '.join(_STATUSES)}")
+            raise InputError(f"{result_path}: status {result['status']!r} is none of {', '.join(_STATUSES)}")
     lines, damaged_tail = _read_metrics(run_dir / "metrics.jsonl")
     of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "speed")}
     return RunRecord(
@@ -132,10 +133,10 @@ def _read_json(path: Path, require: Sequence[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise InputError(f"{path} is not JSON: {error}") from error
     missing = [key for key in require if not isinstance(content, dict) or key not in content]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
+        raise InputError(f"{path} lacks {', '.join(missing)}")
     return content
 
 
@@ -154,13 +155,13 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
         except ValueError as error:
             if number == len(raw):
                 return lines, True
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         # A cut object never parses, so a line that parses but lacks a field is wrong wherever it stands.
         if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
-            raise ValueError(f"{path}, line {number}: expected an object with `kind` and `step`")
+            raise InputError(f"{path}, line {number}: expected an object with `kind` and `step`")
         needed = _LINE_FIELDS.get(line["kind"], "step")
         if needed not in line:
-            raise ValueError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
+            raise InputError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
         lines.append(line)
     return lines, False
 

@@ -215,7 +215,7 @@ def write_report(study_dir: Path) -> Path:
       The path of report.html, which refers to nothing outside itself.
 
     Raises:
-      FileNotFoundError, ValueError: as `read_runs`.
+      InputError: as `read_runs`.
     """
     study_dir = Path(study_dir)
     runs = read_runs(study_dir)

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import corpus as corpora
 from experiments.corpus import Corpus, train_batches, validation_batches
+from experiments.errors import InputError
 
 CONTEXT = 8
 WINDOWS = 37
@@ -119,7 +120,7 @@ def test_validation_batches_are_fixed_and_without_repetition():
 def test_validation_has_as_many_whole_batches_as_there_are():
     found = validation_batches(NUMBERS, batch_size=4, context=CONTEXT, count=100)
     assert len(found) == 5  # of 21 windows
-    with pytest.raises(ValueError, match=r"21 windows of 8 tokens, too few for one batch of 22"):
+    with pytest.raises(InputError, match=r"21 windows of 8 tokens, too few for one batch of 22"):
         validation_batches(NUMBERS, batch_size=22, context=CONTEXT, count=1)
 
 
@@ -144,15 +145,15 @@ def test_processes_share_validation_batches(process_count):
     ids=["train", "validation"],
 )
 def test_batch_must_divide_among_processes(make):
-    with pytest.raises(ValueError, match="batch of 8 rows is not divisible by 3 processes"):
+    with pytest.raises(InputError, match="batch of 8 rows is not divisible by 3 processes"):
         make(process_index=0, process_count=3)
-    with pytest.raises(ValueError, match=r"process_index must be in \[0, 2\), got 2"):
+    with pytest.raises(InputError, match=r"process_index must be in \[0, 2\), got 2"):
         make(process_index=2, process_count=2)
 
 
 def test_training_text_shorter_than_a_window():
     short = Corpus(NUMBERS.train[:CONTEXT], NUMBERS.validation, "", "")
-    with pytest.raises(ValueError, match="train part of the corpus has 8 tokens"):
+    with pytest.raises(InputError, match="train part of the corpus has 8 tokens"):
         batches(0, 1, corpus=short)
 
 
@@ -273,43 +274,43 @@ def test_large_bins_are_checked_in_chunks(tmp_path, monkeypatch):
     assert load(path, vocab_size=50).fingerprint == whole
     tokens[-1] = 50
     tokens.tofile(path)
-    with pytest.raises(ValueError, match="has token 50, outside model.vocab_size 50"):
+    with pytest.raises(InputError, match="has token 50, outside model.vocab_size 50"):
         load(path, vocab_size=50)
 
 
 def test_missing_corpus(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no corpus at .*nowhere: give a text file"):
+    with pytest.raises(InputError, match="no corpus at .*nowhere: give a text file"):
         load(tmp_path / "nowhere")
     (tmp_path / "val.bin").write_bytes(b"\0" * 100)
-    with pytest.raises(FileNotFoundError, match="lacks train.bin"):
+    with pytest.raises(InputError, match="lacks train.bin"):
         load(tmp_path)
 
 
 def test_empty_corpus(tmp_path):
-    with pytest.raises(ValueError, match="holds no text files"):
+    with pytest.raises(InputError, match="holds no text files"):
         load(tmp_path)
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="empty.txt is empty"):
+    with pytest.raises(InputError, match="empty.txt is empty"):
         load(tmp_path / "empty.txt")
 
 
 def test_part_shorter_than_a_context(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(b"x" * 400)  # 392 and 8 tokens
-    with pytest.raises(ValueError, match="validation part of the corpus has 8 tokens"):
+    with pytest.raises(InputError, match="validation part of the corpus has 8 tokens"):
         load(path)
     assert len(load(path, context=7).validation) == 8
-    with pytest.raises(ValueError, match="train part of the corpus has 392 tokens"):
+    with pytest.raises(InputError, match="train part of the corpus has 392 tokens"):
         load(path, context=392)
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "one.txt").write_bytes(b"x" * 400)
-    with pytest.raises(ValueError, match="train part of the corpus has 0 tokens.*whole files are held out"):
+    with pytest.raises(InputError, match="train part of the corpus has 0 tokens.*whole files are held out"):
         load(tmp_path / "only")
 
 
 def test_bin_of_odd_length(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"x" * 101)
-    with pytest.raises(ValueError, match="odd.bin has 101 bytes, an odd number"):
+    with pytest.raises(InputError, match="odd.bin has 101 bytes, an odd number"):
         load(tmp_path / "odd.bin")
 
 
@@ -317,5 +318,5 @@ def test_bin_of_odd_length(tmp_path):
 def test_text_needs_256_tokens(tmp_path, kind):
     write_texts(tmp_path)
     path = {"stdlib": "stdlib", "folder": tmp_path, "file": tmp_path / "000.txt"}[kind]
-    with pytest.raises(ValueError, match="model.vocab_size of 256 or more, got 255"):
+    with pytest.raises(InputError, match="model.vocab_size of 256 or more, got 255"):
         load(path, vocab_size=255)

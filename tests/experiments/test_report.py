@@ -12,6 +12,7 @@ from PIL import Image
 
 from experiments import report
 from experiments.config import Data, Model, Run, to_dict
+from experiments.errors import InputError
 
 LAYERS = 2
 STEPS = 60
@@ -283,13 +284,13 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_directories_without_runs(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="not a directory"):
+    with pytest.raises(InputError, match="not a directory"):
         report.write_report(tmp_path / "absent")
     (tmp_path / "empty" / "folder").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="no run in .*empty.*config.json"):
+    with pytest.raises(InputError, match="no run in .*empty.*config.json"):
         report.write_report(tmp_path / "empty")
     run_dir = write_run(tmp_path, "none")
-    with pytest.raises(FileNotFoundError, match="not one run's"):
+    with pytest.raises(InputError, match="not one run's"):
         report.format_table(run_dir)
 
 
@@ -307,7 +308,7 @@ def test_a_damaged_line_within_the_metrics_is_an_error(tmp_path: Path, line: str
     lines = metrics.read_text().splitlines()
     lines[3] = line
     metrics.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=rf"metrics\.jsonl, line 4: .*{message}"):
+    with pytest.raises(InputError, match=rf"metrics\.jsonl, line 4: .*{message}"):
         report.read_runs(tmp_path)
 
 
@@ -326,7 +327,7 @@ def test_a_damaged_line_within_the_metrics_is_an_error(tmp_path: Path, line: str
 )
 def test_other_damaged_files(tmp_path: Path, name: str, content: str, message: str) -> None:
     (write_run(tmp_path, "none") / name).write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(InputError, match=message) as error:
         report.read_runs(tmp_path)
     assert name in str(error.value)
 
