@@ -18,17 +18,21 @@ class Model:
     """GPT-2's shape."""
 
     vocab_size: int = 256
+    """Tokens that there are; text is read as bytes, which needs 256."""
     context: int = 128
     """Tokens per sequence."""
     layers: int = 4
     heads: int = 4
     width: int = 128
+    """Features of the residual stream, shared evenly among the heads."""
     bias: bool = False
     """Biases in the linear layers and layer norms."""
     dropout: float = 0.0
+    """Share of the features dropped after the embedding and after each branch."""
     tied: bool = True
     """Share the token embedding with the output head."""
     gelu: Literal["exact", "tanh"] = "exact"
+    """By the error function, or its approximation by tanh, as in the original GPT-2."""
     layer_norm_epsilon: float = 1e-5
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of activations and products; parameters stay float32."""
@@ -82,6 +86,7 @@ class Optimizer:
     final_fraction: float = 0.1
     """Every rate ends its cosine at this fraction of its peak."""
     warmup_steps: int = 20
+    """Steps in which every rate rises linearly to its peak."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     weight_decay: float = 0.1
@@ -91,12 +96,17 @@ class Optimizer:
     muon_learning_rate: float = 0.02
     """Muon's peak rate: the spectral norm of its largest step."""
     momentum: float = 0.95
+    """Muon's, in the Nesterov form."""
     solver_iterations: int = 20
+    """Matrix signs in a dual ascent."""
     solver_step_size: float = 0.1
+    """First step size of the dual ascent; it falls linearly."""
     dgram_retraction: Literal["frame", "svd"] = "svd"
     """How DGram weights return to their manifold: `svd` is the reference's way, `frame` ours."""
     msign_steps: int = 10
+    """Polar Express steps in a matrix sign."""
     msign_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the matrix signs' products; the paper's is bfloat16."""
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is negative: {self.warmup_steps}")
@@ -112,13 +122,17 @@ class Run:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 600
+    """Updates."""
     eval_every: int = 100
+    """Steps between evaluations; there is one before the first step and one after the last too."""
     checkpoint_every: int = 100
+    """Steps between checkpoints."""
     log_every: int = 10
     """Steps between two reads of the loss from the device; every step's loss is recorded all the same."""
     divergence_margin: float = 1.0
     """A validation loss this far (nats) above the run's best ends the run as diverged."""
     seed: int = 0
+    """Of initialisation, batches and dropout."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
