@@ -13,6 +13,7 @@ from jax import Array
 from experiments.config import Run
 from experiments.model import GPT2
 from experiments.optimizers import constraint_violations
+from manifold_muon import gram_off_diagonal, to_tall
 
 MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
 SATURATED = 0.99
@@ -112,17 +113,9 @@ def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:
       `||off(C)||_F / n` with C the cosines between the n columns of the tall orientation (m >= n rows;
       a square matrix's columns are those of the papers' W, the kernel transposed). Each (L,).
     """
-    kernel_LxIxO = kernel_LxIxO.astype(jnp.float32)
-    sigma = jnp.linalg.svd(kernel_LxIxO, compute_uv=False)
-    rows, columns = kernel_LxIxO.shape[-2:]
-    tall_LxMxN = kernel_LxIxO if rows > columns else jnp.swapaxes(kernel_LxIxO, -1, -2)
-    norms = jnp.linalg.norm(tall_LxMxN, axis=-2, keepdims=True)
-    unit = tall_LxMxN / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
-    cosines = jnp.einsum("lmi,lmj->lij", unit, unit, precision="highest")
-    n = cosines.shape[-1]
-    off = jnp.where(jnp.eye(n, dtype=bool), 0, cosines)
+    sigma = jnp.linalg.svd(kernel_LxIxO.astype(jnp.float32), compute_uv=False)
     return {
         "sigma_max": sigma[..., 0],
         "sigma_min": sigma[..., -1],
-        "gram_off_diagonal": jnp.linalg.norm(off, axis=(-2, -1)) / n,
+        "gram_off_diagonal": gram_off_diagonal(to_tall(kernel_LxIxO)),
     }
