@@ -12,6 +12,7 @@ import jax
 
 from experiments.config import Run, differences, to_dict
 from experiments.corpus import Corpus
+from experiments.errors import InputError
 
 CONFIG, RESULT = "config.json", "result.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -56,17 +57,17 @@ def check_config(config: Run, run_dir: Path) -> None:
     """Checks that the folder is new, or holds a run with this configuration.
 
     Raises:
-      ValueError: the configuration differs, or the folder holds something else.
+      InputError: the configuration differs, or the folder holds something else.
     """
     if not (run_dir / CONFIG).exists():
         if strangers := [
             name for name in ("checkpoints", "metrics.jsonl", RESULT) if (run_dir / name).exists()
         ]:
-            raise ValueError(f"{run_dir} has {', '.join(strangers)} but no {CONFIG}: use another directory")
+            raise InputError(f"{run_dir} has {', '.join(strangers)} but no {CONFIG}: use another directory")
         return
     stored = read_json(run_dir / CONFIG)["config"]
     if changes := differences(stored, json.loads(json.dumps(to_dict(config)))):
-        raise ValueError(
+        raise InputError(
             f"{run_dir} holds a run with another configuration (there -> here): {'; '.join(changes)}. "
             "Use another directory, or the same configuration to continue that run"
         )
@@ -76,13 +77,13 @@ def check_corpus(corpus: Corpus, run_dir: Path) -> None:
     """Checks that the folder is new, or holds a run on this text; warns if its environment differs.
 
     Raises:
-      ValueError: the text differs.
+      InputError: the text differs.
     """
     if not (run_dir / CONFIG).exists():
         return
     stored = read_json(run_dir / CONFIG)
     if stored["corpus"]["fingerprint"] != corpus.fingerprint:
-        raise ValueError(
+        raise InputError(
             f"{run_dir} holds a run on another text: {stored['corpus']['description']} (fingerprint "
             f"{stored['corpus']['fingerprint']}), now {corpus.description} ({corpus.fingerprint}). "
             "Use another directory, or the same text to continue that run"

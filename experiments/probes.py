@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.config import Run
+from experiments.errors import InputError
 from experiments.model import GPT2
 from experiments.optimizers import constraint_violations
 from manifold_muon import gram_off_diagonal, to_tall
@@ -30,10 +31,10 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
     it has none).
 
     Raises:
-      ValueError: the model's context is a single token.
+      InputError: the model's context is a single token.
     """
     if config.model.context < 2:
-        raise ValueError(
+        raise InputError(
             "attention over a single token has nothing to probe: take model.context of 2 or more"
         )
 

@@ -123,7 +123,7 @@ def make_program(config: Run, corpus: Corpus) -> Program:
     """The functions of a run on a text.
 
     Raises:
-      ValueError: the optimizer is unknown, or the text is too short for one batch.
+      InputError: the optimizer is unknown, or the text is too short for one batch.
     """
     optimizer = make_optimizer(config)
     initial_state = jax.jit(functools.partial(init_state, config, optimizer))
@@ -140,7 +140,8 @@ def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress:
       progress: show a progress bar on stderr.
 
     Raises:
-      ValueError: the folder holds another configuration's run, or a run on another text.
+      InputError: the folder holds another configuration's run, or a run on another text; or the
+        configuration or the corpus cannot be used.
     """
     run_dir = Path(run_dir)
     check_config(config, run_dir)

@@ -1,0 +1,143 @@
+"""A run that is killed, anywhere, and started again ends as one that never was, bit for bit.
+
+Run as a program, this file is the run that kills itself: `test_resume.py RUN_DIR TEXT MOMENT`.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import train as training
+from experiments.checkpoints import Checkpoints, on_default_device
+from experiments.config import Data, Model, Optimizer, Run
+from experiments.train import train
+
+ROOT = Path(__file__).parents[2]
+STEPS = 14
+
+# Dropout, accumulation and both optimizers, so that much could depend on more than the step.
+CONFIG = Run(
+    model=Model(context=16, layers=2, heads=2, width=16, dropout=0.1),
+    data=Data(batch_size=4, accumulation=2, eval_batches=2, probe_sequences=2),
+    optimizer=Optimizer("hetero", warmup_steps=2, solver_iterations=3, msign_steps=5),
+    steps=STEPS,
+    eval_every=3,
+    checkpoint_every=4,
+    log_every=5,
+)
+
+
+def configuration(text):
+    return replace(CONFIG, data=replace(CONFIG.data, corpus=str(text)))
+
+
+def kill_at(moment):
+    """Arranges this process's death.
+
+    `update N`: when the batch of update N is asked for. Else a regular expression: at the first such
+    operation on files (Python's audit events: `os.mkdir PATH`, `os.rename FROM TO`, `shutil.rmtree PATH`,
+    and, within the latter, `os.rmdir NAME`), in whichever thread, before it is done.
+    """
+    if moment.startswith("update"):
+        last, train_batches = int(moment.split()[1]), training.train_batches
+
+        def batches(*arguments, start_step, **settings):
+            all_batches = train_batches(*arguments, start_step=start_step, **settings)
+            for step, tokens in enumerate(all_batches, start_step + 1):
+                if step == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield tokens
+
+        training.train_batches = batches
+    elif moment:
+
+        def hook(event, arguments):
+            if event.startswith(("os.", "shutil.")) and re.search(
+                moment, " ".join([event, *map(str, arguments)])
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+
+
+def run_process(run_dir, text, moment=""):
+    """The return code of a run in a process of its own, killed at the given moment."""
+    # A cache per run: the starts of one run compile once, and different runs each on their own.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": f"{run_dir}-compiled",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, __file__, str(run_dir), str(text), moment]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode not in (0, -signal.SIGKILL):
+        raise AssertionError(process.stderr)
+    return process.returncode
+
+
+def without_speed(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [line for line in lines if json.loads(line)["kind"] != "speed"]
+
+
+def final_state(run_dir, text):
+    config = configuration(text)
+    initial = jax.eval_shape(lambda: training.init_state(config, training.make_optimizer(config)))
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        assert checkpoints.latest_step == STEPS
+        return checkpoints.restore(on_default_device(initial))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8).tobytes())
+    return path
+
+
+MOMENTS = [
+    "update 3",  # Before the first checkpoint.
+    r"os.rename \S+/4\S+-tmp \S+/4 ",  # The first checkpoint is written, not yet committed.
+    r"os.mkdir \S+/8\S+-tmp ",  # The metrics are on disk, the save has hardly begun.
+    "update 11",  # Between checkpoints.
+    "update 13",  # Right after a save was started; it may be complete, or not.
+    "os.rmdir d ",  # A checkpoint that is no longer kept is half deleted.
+    r"os.rename \S+/result.json.tmp ",  # After the last step.
+]
+
+
+def test_killed_and_started_again(tmp_path, text):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_process(whole, text) == 0
+    for moment in MOMENTS:
+        assert run_process(killed, text, moment) == -signal.SIGKILL, f"not killed at {moment!r}"
+        assert not (killed / "result.json").exists()
+    assert run_process(killed, text) == 0
+
+    assert without_speed(killed) == without_speed(whole)
+    assert len(without_speed(whole)) == STEPS + len([0, 3, 6, 9, 12, 14])
+    for name in ("result.json", "config.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    left, right = (final_state(run_dir, text) for run_dir in (whole, killed))
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(left), strict=True)
+    assert len(leaves) > 20
+    for path, a, b in zip(paths, leaves, jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+
+
+if __name__ == "__main__":
+    run_dir, text_path, moment_of_death = sys.argv[1:]
+    kill_at(moment_of_death)
+    train(configuration(text_path), Path(run_dir), progress=False)
