@@ -43,9 +43,9 @@ def configuration(text):
 def kill_at(moment):
     """Arranges this process's death.
 
-    `update N`: when the batch of update N is asked for. Else a regular expression: at the first such
-    operation on files (Python's audit events: `os.mkdir PATH`, `os.rename FROM TO`, `shutil.rmtree PATH`,
-    and, within the latter, `os.rmdir NAME`), in whichever thread, before it is done.
+    `update N`: when the batch of update N is asked for. Else a regular expression: before the first such
+    operation on files, in whichever thread. These are Python's audit events, `os.mkdir PATH`,
+    `os.rename FROM TO` and, with the tree that is being removed, `shutil.rmtree PATH os.rmdir NAME`.
     """
     if moment.startswith("update"):
         last, train_batches = int(moment.split()[1]), training.train_batches
@@ -59,11 +59,16 @@ def kill_at(moment):
 
         training.train_batches = batches
     elif moment:
+        tree = ""
 
         def hook(event, arguments):
-            if event.startswith(("os.", "shutil.")) and re.search(
-                moment, " ".join([event, *map(str, arguments)])
-            ):
+            nonlocal tree
+            operation = " ".join([event, *map(str, arguments)])
+            if event == "shutil.rmtree":
+                tree = operation
+            elif event == "os.rmdir":
+                operation = f"{tree} {operation}"
+            if event.startswith("os.") and re.search(moment, operation):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
@@ -113,7 +118,7 @@ MOMENTS = [
     r"os.mkdir \S+/8\S+-tmp ",  # The metrics are on disk, the save has hardly begun.
     "update 11",  # Between checkpoints.
     "update 13",  # Right after a save was started; it may be complete, or not.
-    "os.rmdir d ",  # A checkpoint that is no longer kept is half deleted.
+    r"shutil.rmtree \S+/checkpoints/\d+ .* os.rmdir d ",  # An old checkpoint is half deleted.
     r"os.rename \S+/result.json.tmp ",  # After the last step.
 ]
 
