@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from manifold_muon.manifolds import DGram, Manifold, Oblique, Stiefel, Unconstrained
 from spectral import KERNEL, fans
-from spectral.paths import match, named_leaves, shape_of
+from spectral.paths import first_matches, match, named_leaves
 
 Assignment = Mapping[str, Manifold]
 """Glob patterns on parameter paths -> manifold; the first pattern that fits a path decides."""
@@ -67,30 +68,54 @@ def assign(
     Raises:
       ValueError: a pattern fits no parameter, an assigned parameter has fewer than 2 axes, or the
         dimension numbers do not fit it or are not given.
-      TypeError: a value of the assignment is not a manifold.
+      TypeError: the assignment does not map patterns to manifolds, or an assigned parameter's entries
+        are not floating-point.
     """
+    if not isinstance(dimension_numbers, MuonDimensionNumbers):
+        match(params, dimension_numbers)
+    return assign_part(params, assignment, dimension_numbers)
+
+
+def assign_part(
+    params: Any, assignment: Assignment, dimension_numbers: DimensionNumbers
+) -> dict[str, Assigned]:
+    """`assign` for a part of the parameters, of which the dimension numbers may name others."""
+    _require_manifolds(assignment)
+    leaves = dict(named_leaves(params))
+    if isinstance(dimension_numbers, MuonDimensionNumbers):
+        dimensions = dict.fromkeys(leaves, dimension_numbers)
+    else:
+        dimensions = first_matches(leaves, dimension_numbers)
+    return {
+        name: _assigned(name, leaves[name], manifold, dimensions.get(name))
+        for name, manifold in match(params, assignment).items()
+    }
+
+
+def _require_manifolds(assignment: Assignment) -> None:
+    if not isinstance(assignment, Mapping):
+        raise TypeError(
+            f"an assignment maps patterns to manifolds, like assignment('hetero'); got {assignment!r}"
+        )
     for pattern, manifold in assignment.items():
         if not isinstance(manifold, Manifold):
             raise TypeError(
                 f"pattern {pattern!r} is assigned {manifold!r}, which is not a Manifold such as Stiefel()"
             )
-    if isinstance(dimension_numbers, MuonDimensionNumbers):
-        dimension_numbers = {"*": dimension_numbers}
-    manifolds, dimensions = match(params, assignment), match(params, dimension_numbers)
-    shapes = {name: shape_of(leaf) for name, leaf in named_leaves(params)}
-    return {
-        name: _assigned(name, shapes[name], manifold, dimensions.get(name))
-        for name, manifold in manifolds.items()
-    }
 
 
 def _assigned(
-    name: str, shape: tuple[int, ...], manifold: Manifold, dimension_numbers: MuonDimensionNumbers | None
+    name: str, leaf: Any, manifold: Manifold, dimension_numbers: MuonDimensionNumbers | None
 ) -> Assigned:
+    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
     if len(shape) < 2:
         raise ValueError(
             f"{name} has shape {shape} and is assigned to {manifold}, which is for matrices: "
             "narrow the pattern so that it leaves this parameter out"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{name} has {dtype} entries and is assigned to {manifold}, which needs floating-point"
         )
     if dimension_numbers is None:
         raise ValueError(

@@ -44,6 +44,10 @@ class DualAscent:
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.msign_steps < 1:
             raise ValueError(f"iterations and msign_steps must be at least 1, got {self}")
+        if not self.step_size > 0:
+            raise ValueError(f"step_size must be positive, got {self.step_size}")
+        if self.msign_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"msign_dtype must be float32 or bfloat16, got {self.msign_dtype!r}")
 
     def __call__(
         self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold

@@ -176,6 +176,9 @@ def _gram(w: Array) -> Array:
 
 
 def _normalize_columns(w: Array) -> Array:
+    # Dividing by the largest entry first keeps the squares from under- or overflowing.
+    largest = jnp.max(jnp.abs(w), axis=-2, keepdims=True)
+    w = w / jnp.where(largest > 0, largest, 1)
     norms = jnp.linalg.norm(w, axis=-2, keepdims=True)
     return w / jnp.where(norms > 0, norms, 1)
 

@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign
+from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign, assign_part
 from manifold_muon.dual_ascent import SOLVERS, Solver
 from manifold_muon.manifolds import Unconstrained
 from manifold_muon.stacking import from_tall, map_assigned, solve_stacked, to_tall
@@ -177,8 +177,8 @@ def manifold_muon(
 
     def unconstrained(params: optax.Params) -> Any:
         return _map_names(
-            lambda spec: spec is not None and isinstance(spec.manifold, Unconstrained),
-            assign(params, assignment, dimension_numbers),
+            lambda spec: isinstance(spec.manifold, Unconstrained),
+            assign_part(params, assignment, dimension_numbers),
             params,
         )
 
@@ -200,7 +200,6 @@ def manifold_muon(
         ),
         optax.add_decayed_weights(weight_decay, unconstrained),
         optax.scale_by_learning_rate(learning_rate),
-        retract(assignment, dimension_numbers),
     )
     adamw = optax.adamw(
         adam_learning_rate,
@@ -211,7 +210,10 @@ def manifold_muon(
         weight_decay=adam_weight_decay,
         mask=adam_weight_decay_mask,
     )
-    return optax.partition({"manifold_muon": muon, "adamw": adamw}, labels)
+    return optax.chain(
+        optax.partition({"manifold_muon": muon, "adamw": adamw}, labels),
+        retract(assignment, dimension_numbers),
+    )
 
 
 def _map_names(function: Callable[[Assigned | None], Any], assigned: dict[str, Assigned], params: Any) -> Any:
@@ -221,7 +223,8 @@ def _map_names(function: Callable[[Assigned | None], Any], assigned: dict[str, A
 def _assign_all(
     params: Any, assignment: Assignment, dimension_numbers: DimensionNumbers
 ) -> dict[str, Assigned]:
-    assigned = assign(params, assignment, dimension_numbers)
+    # These params may be a part of all: the dimension numbers may name parameters that are not here.
+    assigned = assign_part(params, assignment, dimension_numbers)
     for name, leaf in named_leaves(params):
         if name not in assigned:
             raise ValueError(
@@ -232,8 +235,10 @@ def _assign_all(
 
 
 def _solver(solver: str | Solver) -> Solver:
-    if not isinstance(solver, str):
+    if callable(solver):
         return solver
+    if not isinstance(solver, str):
+        raise TypeError(f"solver must be a name or a Solver such as DualAscent(), got {solver!r}")
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}: choose {', '.join(SOLVERS)}, or pass a Solver")
     return SOLVERS[solver]

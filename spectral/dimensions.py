@@ -59,7 +59,15 @@ def from_matrices(
     shape: Sequence[int],
     dimension_numbers: MuonDimensionNumbers = KERNEL,
 ) -> Float[Array, "..."]:
-    """Inverse of `to_matrices` for an array of this shape."""
+    """Inverse of `to_matrices` for an array of this shape.
+
+    Raises:
+      ValueError: the matrices are not those of such an array.
+    """
+    if matrices.shape[1:] != fans(shape, dimension_numbers):
+        raise ValueError(
+            f"matrices of shape {matrices.shape} do not make up an array of shape {tuple(shape)}"
+        )
     order = sum(axes(shape, dimension_numbers), ())
     transposed = matrices.reshape([shape[axis] for axis in order])
     return jnp.transpose(transposed, [order.index(axis) for axis in range(len(shape))])

@@ -38,10 +38,15 @@ def polar_express_coefficients(
     Returns:
       `steps` triples (a, b, c).
 
+    Raises:
+      ValueError: steps < 1, or `lower` is not in (0, 1].
+
     Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv:2505.16932, Algorithm 1 and
     section 4.4.
     """
     _require_steps(steps)
+    if not 0 < lower <= 1:
+        raise ValueError(f"lower must be in (0, 1], got {lower}")
     low, high = lower, 1.0
     coefficients = []
     for _ in range(steps):
@@ -97,17 +102,20 @@ def msign(
 
     Raises:
       ValueError: x is not a matrix, the method is unknown, or steps < 1.
+      TypeError: x has integer entries.
 
     Sources: Jordan et al., "Muon", 2024; Amsel et al., arXiv:2505.16932.
     """
     if x.ndim < 2:
         raise ValueError(f"msign needs matrices, with at least 2 axes; got shape {x.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"msign needs real floating-point entries; got {x.dtype}: cast them first")
+    _require_steps(steps)
     if method == "svd":
         return _msign_svd(x)
     if method == "polar_express":
         coefficients, margin = polar_express_coefficients(steps), _MARGIN
     elif method == "muon":
-        _require_steps(steps)
         coefficients, margin = (_MUON_QUINTIC,) * steps, 1.0
     else:
         raise ValueError(f"unknown msign method {method!r}: choose polar_express, muon or svd")
@@ -182,7 +190,8 @@ def power_iteration(
     work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     n = x.shape[-1]
     if v is None:
-        v = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (n,), work.dtype), (*x.shape[:-2], n))
+        # Made from x, so that over a mesh it is laid out like x.
+        v = 0 * work[..., 0, :] + jax.random.normal(jax.random.key(0), (n,), work.dtype)
 
     def apply(matrix: Array, vector: Array) -> Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=jax.lax.Precision.HIGHEST)
@@ -191,7 +200,9 @@ def power_iteration(
         return _unit(apply(work.mT, _unit(apply(work, v))))
 
     v = jax.lax.fori_loop(0, iterations, body, _unit(v.astype(work.dtype)))
-    return jnp.linalg.norm(apply(work, v), axis=-1), v
+    # x v is parallel to its own unit vector; the product of the two is its norm, without squares.
+    xv = apply(work, v)
+    return jnp.sum(_unit(xv) * xv, axis=-1), v
 
 
 def _unit(v: Array) -> Array:

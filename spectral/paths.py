@@ -1,18 +1,19 @@
 """Names of a pytree's leaves, and glob patterns on them, for params of any framework."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 T = TypeVar("T")
 
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path as `h/attn/c_attn/kernel`, without the `/value` that NNX variables end in."""
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -38,14 +39,14 @@ def match(tree: Any, patterns: Mapping[str, T]) -> dict[str, T]:
         if not any(fnmatchcase(name, pattern) for name in names):
             known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
             raise ValueError(f"pattern {pattern!r} matches no parameter; the parameters are: {known}")
+    return first_matches(names, patterns)
+
+
+def first_matches(names: Iterable[str], patterns: Mapping[str, T]) -> dict[str, T]:
+    """Name -> value of the first pattern that fits it, for the names that one fits."""
     found = {}
     for name in names:
         fitting = [value for pattern, value in patterns.items() if fnmatchcase(name, pattern)]
         if fitting:
             found[name] = fitting[0]
     return found
-
-
-def shape_of(leaf: Any) -> tuple[int, ...]:
-    """Shape of an array, an abstract array or a Python scalar."""
-    return tuple(np.shape(leaf)) if not hasattr(leaf, "shape") else tuple(leaf.shape)

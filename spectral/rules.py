@@ -42,6 +42,7 @@ def gaussian_sigma(role: Role, fan_in: int, fan_out: int, simplified: bool = Fal
 
     Source: arXiv:2310.17813, section 4 ("random initialization") and Parametrization 1.
     """
+    _require_role(role)
     _require_fans(fan_in, fan_out)
     if role is Role.EMBEDDING:
         return 1.0
@@ -69,6 +70,7 @@ def learning_rate_scale(role: Role, optimizer: OptimizerKind, fan_in: int, fan_o
       ValueError: Muon for a parameter that is not a matrix: an orthogonal V x d update has rows that
         shrink with V / d. Use Adam there.
     """
+    _require_role(role)
     _require_fans(fan_in, fan_out)
     if optimizer not in ("sgd", "adam", "muon"):
         raise ValueError(f"unknown optimizer kind {optimizer!r}: choose sgd, adam or muon")
@@ -92,6 +94,11 @@ def relative_learning_rate(
       base_fans: the same of its counterpart in the base model.
     """
     return learning_rate_scale(role, optimizer, *fans) / learning_rate_scale(role, optimizer, *base_fans)
+
+
+def _require_role(role: Role) -> None:
+    if not isinstance(role, Role):
+        raise TypeError(f"role must be a Role such as Role.MATRIX, got {role!r}")
 
 
 def _require_fans(fan_in: int, fan_out: int) -> None:

@@ -111,7 +111,6 @@ def test_fans_must_be_positive(fans):
             call()
 
 
-@pytest.mark.xfail(strict=True, reason="a role given as a string is taken for a gain, in silence")
 def test_roles_are_checked():
     with pytest.raises((TypeError, ValueError)):
         gaussian_sigma("matrix", 4, 4)
