@@ -1,6 +1,7 @@
 """Command line: `python -m experiments {manifolds,train,report} --help`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -80,12 +81,13 @@ def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
     print(f"Report: {path}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; bad input ends with its message and exit code 2."""
     try:
         tyro.extras.subcommand_cli_from_dict(
             {"manifolds": manifolds, "train": train, "report": report},
             prog="python -m experiments",
+            args=arguments,
             description="GPT-2 experiments on the geometry of weights.",
         )
     except InputError as error:

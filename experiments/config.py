@@ -40,8 +40,10 @@ class Model:
     """Recompute each block in the backward pass instead of storing its activations."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "layers", "heads", "width"):
+        for name in ("vocab_size", "layers", "heads", "width"):
             _require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
+        # Over a single token there is no attention to train, nor to probe.
+        _require(self.context >= 2, f"model.context must be at least 2, got {self.context}")
         _require(
             self.width % self.heads == 0,
             f"model.width {self.width} is not divisible by model.heads {self.heads}: "

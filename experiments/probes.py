@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.config import Run
-from experiments.errors import InputError
 from experiments.model import GPT2
 from experiments.optimizers import constraint_violations
 from manifold_muon import gram_off_diagonal, to_tall
@@ -29,14 +28,7 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
     `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
     matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
     it has none).
-
-    Raises:
-      InputError: the model's context is a single token.
     """
-    if config.model.context < 2:
-        raise InputError(
-            "attention over a single token has nothing to probe: take model.context of 2 or more"
-        )
 
     def probe(params: Any, tokens_BxT: Array) -> Probes:
         _, sown = GPT2(config.model).apply({"params": params}, tokens_BxT, mutable=["probes"])

@@ -57,11 +57,6 @@ def test_attention_statistics(rng):
     assert found["saturated"][2] > 0.5
 
 
-def test_one_token_has_no_attention_to_probe():
-    with pytest.raises(ValueError, match="context of 2 or more"):
-        make_probe(Run(model=Model(context=1)))
-
-
 @pytest.mark.parametrize("rest", [0.3, 1e-3, 1e-6, 1e-12, 0.0])
 def test_jacobian_norm_keeps_its_digits_in_saturated_rows(rng, rest):
     others = np.float32(rng.dirichlet(np.ones(6)) * rest)

@@ -1,0 +1,80 @@
+"""Configurations: the presets' figures, and what is refused before anything runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.config import PRESETS, Data, Model, Optimizer, Run, differences, preset, to_dict
+from experiments.errors import InputError
+
+
+def test_tiny_is_what_the_study_says() -> None:
+    tiny = preset("tiny")
+    assert tiny.model == Model(
+        vocab_size=256,
+        context=128,
+        layers=4,
+        heads=4,
+        width=128,
+        bias=False,
+        dropout=0.0,
+        layer_norm_epsilon=1e-5,
+    )
+    assert (tiny.steps, tiny.data.batch_size, tiny.eval_every, tiny.data.corpus) == (600, 16, 100, "stdlib")
+    assert tiny.data.eval_batches >= 20
+    optimizer = tiny.optimizer
+    assert (optimizer.warmup_steps, optimizer.muon_learning_rate, optimizer.momentum) == (20, 0.02, 0.95)
+    assert (optimizer.solver_iterations, optimizer.solver_step_size, optimizer.msign_steps) == (20, 0.1, 10)
+    assert (optimizer.learning_rate, optimizer.learning_rate * optimizer.final_fraction) == (
+        6e-4,
+        pytest.approx(6e-5),
+    )
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert optimizer.clip_norm == 1.0
+
+
+def test_demo_is_tiny_for_200_steps() -> None:
+    assert preset("demo") == replace(preset("tiny"), steps=200)
+
+
+def test_gpt2_small_is_the_papers() -> None:
+    run = preset("gpt2-small")
+    assert (run.model.layers, run.model.heads, run.model.width, run.model.context) == (12, 12, 768, 1024)
+    assert (run.steps, run.data.batch_size, run.optimizer.warmup_steps) == (50_000, 64, 1000)
+    assert run.optimizer.msign_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Model(width=128, heads=3), "width 128 is not divisible by model.heads 3"),
+        (lambda: Model(layers=0), "model.layers must be at least 1"),
+        (lambda: Model(context=1), "model.context must be at least 2"),
+        (lambda: Model(dropout=1.0), r"model.dropout must be in \[0, 1\)"),
+        (
+            lambda: Data(batch_size=10, accumulation=3),
+            "batch_size 10 is not divisible by data.accumulation 3",
+        ),
+        (lambda: Data(eval_batches=0), "data.eval_batches must be at least 1"),
+        (lambda: Optimizer(warmup_steps=-1), "warmup_steps is negative"),
+        (lambda: Optimizer(learning_rate=0.0), "learning_rate must be positive"),
+        (lambda: Run(steps=20), "warmup_steps 20 must be less than steps 20"),
+        (lambda: Run(log_every=0), "log_every must be at least 1"),
+        (lambda: preset("huge"), "unknown preset 'huge': choose one of demo, tiny, gpt2-small"),
+    ],
+)
+def test_impossible_configurations(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_differences_name_the_fields() -> None:
+    assert set(PRESETS) == {"demo", "tiny", "gpt2-small"}
+    tiny = preset("tiny")
+    other = replace(tiny.with_optimizer("stiefel"), model=replace(tiny.model, width=256))
+    assert differences(to_dict(tiny), to_dict(tiny)) == []
+    assert differences(to_dict(tiny), to_dict(other)) == [
+        "model.width: 128 -> 256",
+        "optimizer.name: 'hetero' -> 'stiefel'",
+    ]
+    assert differences({"a": 1}, {}) == ["a: 1 -> None"]

@@ -1,0 +1,120 @@
+"""A run's optimizer: which parameter gets what, and at which rate."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.config import Model, Optimizer, Run
+from experiments.errors import InputError
+from experiments.model import init_params
+from experiments.optimizers import (
+    constraint_violations,
+    learning_rate_schedule,
+    make_optimizer,
+    manifolds,
+    prepare_params,
+)
+from manifold_muon import DGram, Stiefel, Unconstrained
+
+RUN = Run(
+    model=Model(vocab_size=11, context=8, layers=2, heads=2, width=8, bias=True, tied=False),
+    optimizer=Optimizer(warmup_steps=4, solver_iterations=3),
+    steps=20,
+)
+MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+
+
+def first_update(run: Run, scale: float = 1e-3):
+    """(params, updates) of the first step, on a gradient that is the parameters' own, shifted and scaled."""
+    params = prepare_params(init_params(run.model, jax.random.key(0)), run)
+    gradient = jax.tree.map(lambda x: scale * (x + 1), params)
+    optimizer = make_optimizer(run)
+    return params, optimizer.update(gradient, optimizer.init(params), params)[0]
+
+
+def test_schedule_in_closed_form() -> None:
+    schedule = learning_rate_schedule(RUN)
+    for step in range(RUN.steps + 1):
+        warm = (step + 1) / 5
+        cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2
+        np.testing.assert_allclose(schedule(step), 6e-4 * (warm if step < 4 else cosine), rtol=1e-5)
+    np.testing.assert_allclose(learning_rate_schedule(RUN, 0.02)(4), 0.02, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "mlp"),
+    [
+        ("adamw", Unconstrained(), Unconstrained()),
+        ("none", Unconstrained(), Unconstrained()),
+        ("hetero", Stiefel(), DGram(retraction="svd")),
+        ("hetero-inv", DGram(retraction="svd"), Stiefel()),
+    ],
+)
+def test_manifolds_of_a_name(name: str, attention, mlp) -> None:
+    assert list(manifolds(RUN.with_optimizer(name)).values()) == [attention, mlp]
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(InputError, match="unknown assignment 'sphere': choose one of none, .*adamw"):
+        make_optimizer(RUN.with_optimizer("sphere"))
+
+
+def test_dgram_retraction_is_the_configurations() -> None:
+    ours = replace(RUN, optimizer=replace(RUN.optimizer, name="dgram", dgram_retraction="frame"))
+    assert set(manifolds(ours).values()) == {DGram(retraction="frame")}
+
+
+@pytest.mark.parametrize("name", ["stiefel", "dgram", "oblique", "hetero", "hetero-inv"])
+def test_matrices_start_and_stay_on_their_manifolds(name: str) -> None:
+    run = RUN.with_optimizer(name)
+    params, updates = first_update(run)
+    for tree in (params, optax.apply_updates(params, updates)):
+        found = constraint_violations(tree, run)
+        assert set(found) == set(MATRICES)
+        for violation in found.values():
+            assert violation.shape == (2,)
+            assert violation.max() < 1e-5
+
+
+def test_adamw_start_is_untouched() -> None:
+    params = init_params(RUN.model, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, prepare_params(params, RUN.with_optimizer("adamw")), params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "none", "hetero"])
+def test_decay_is_for_matrices_without_a_manifold(name: str) -> None:
+    """With weight decay off, the updates that change are those of matrices that no manifold bounds."""
+    run = RUN.with_optimizer(name)
+    off = replace(run, optimizer=replace(run.optimizer, weight_decay=0.0))
+    (_, decayed), (_, plain) = first_update(run), first_update(off)
+    changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), decayed, plain)
+    assert changed["wte"]["embedding"] and changed["wpe"]["embedding"] and changed["lm_head"]["kernel"]
+    assert (
+        not changed["ln_f"]["scale"]
+        and not changed["h"]["ln_1"]["scale"]
+        and not changed["h"]["ln_1"]["bias"]
+    )
+    for matrix in MATRICES:
+        module, layer = matrix.split("/")
+        assert changed["h"][module][layer]["kernel"] == (name != "hetero"), matrix
+        assert not changed["h"][module][layer]["bias"], matrix
+
+
+def test_gradients_are_clipped_to_norm_1() -> None:
+    """Dual ascent depends on the gradient's scale; with clipping, twice a large gradient is the same step."""
+    (_, once), (_, twice) = first_update(RUN, 10.0), first_update(RUN, 20.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), once, twice)
+
+
+def test_rates_of_the_first_step() -> None:
+    """Muon's step has a spectral norm of its rate, AdamW's an entry size of its rate; both fifths here."""
+    run = replace(RUN, optimizer=replace(RUN.optimizer, name="none", weight_decay=0.0))
+    _, updates = first_update(run)
+    norms = jnp.linalg.norm(updates["h"]["mlp"]["c_fc"]["kernel"], ord=2, axis=(-2, -1))
+    np.testing.assert_allclose(norms, 0.02 / 5, rtol=1e-3)
+    np.testing.assert_allclose(jnp.abs(updates["wte"]["embedding"]), 6e-4 / 5, rtol=1e-2)
