@@ -19,6 +19,7 @@ from manifold_muon import (
     retract,
     scale_by_manifold_muon,
 )
+from spectral import KERNEL
 
 HETERO = assignment("hetero")
 # Equality of weights is the question here, not the steps' quality: few polynomials compile fast.
@@ -104,6 +105,35 @@ def test_partition_by_hand(alone):
     parts = {"matrices": matrices_only(), "rest": optax.adamw(3e-3, 0.9, 0.95, weight_decay=0.0)}
     labels = {"attn": "matrices", "mlp": "matrices", "ln": "rest"}
     assert_close(train(optax.partition(parts, labels))[0], alone)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="retract refuses dimension numbers of parameters that the partition hides"
+)
+def test_partition_by_hand_with_dimension_numbers_for_all(alone):
+    """As in manifold_muon, they may name parameters that another optimiser has."""
+    dims = {"*kernel": KERNEL, "ln/*": KERNEL}
+    matrices = optax.chain(
+        scale_by_manifold_muon(HETERO, dims, solver=SOLVER), optax.scale(-0.02), retract(HETERO, dims)
+    )
+    parts = {"matrices": matrices, "rest": optax.adamw(3e-3, 0.9, 0.95, weight_decay=0.0)}
+    labels = {"attn": "matrices", "mlp": "matrices", "ln": "rest"}
+    assert_close(train(optax.partition(parts, labels))[0], alone)
+
+
+@pytest.mark.xfail(strict=True, reason="init refuses optax's placeholder, a tree without leaves")
+@pytest.mark.parametrize("kind", ["whole", "alone"])
+def test_map_params(kind):
+    """optax finds what in a state is shaped like params (to shard it, say) by the init of a placeholder."""
+    transform = OPTIMIZER
+    params = PARAMS
+    if kind == "alone":
+        transform = optax.chain(scale_by_manifold_muon(HETERO, solver=SOLVER), retract(HETERO))
+        params = {key: PARAMS[key] for key in ("attn", "mlp")}
+    state = transform.init(params)
+    marked = optax.tree.map_params(transform, lambda x: x + 1, state, transform_non_params=lambda x: x - 1)
+    for before, after in zip(*map(jax.tree.leaves, (state, marked)), strict=True):
+        np.testing.assert_array_equal(after, before + 1 if before.ndim else before - 1)
 
 
 def test_masked(alone):
@@ -239,6 +269,19 @@ def test_vmap_over_a_population():
     for i in range(3):
         expected, _ = train(transform, population[i], gradients[i])
         assert_close(jax.tree.map(lambda x, i=i: x[i], stacked), expected)
+
+
+def test_derivative_by_the_learning_rate():
+    """Steps can be differentiated through: the solver, the matrix signs and the retraction."""
+
+    @jax.jit
+    def loss(learning_rate):
+        transform = optimizer(learning_rate)
+        updates, _ = transform.update(GRADIENTS[0], transform.init(PARAMS), PARAMS)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(optax.apply_updates(PARAMS, updates)))
+
+    expected = (loss(0.03) - loss(0.01)) / 0.02
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(0.02), expected, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------- devices
