@@ -1,6 +1,7 @@
 """The reference solver of the tangent step: dual ascent with a decaying step size."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import jax
@@ -49,6 +50,7 @@ class DualAscent:
         if self.msign_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"msign_dtype must be float32 or bfloat16, got {self.msign_dtype!r}")
 
+    @partial(jax.jit, static_argnames=("self", "manifold"))
     def __call__(
         self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
     ) -> Float[Array, "*batch m n"]:

@@ -114,7 +114,7 @@ def retract(
     """
 
     def init(params: optax.Params) -> optax.EmptyState:
-        assign(params, assignment, dimension_numbers)
+        assign_part(params, assignment, dimension_numbers)
         return optax.EmptyState()
 
     def leaf(assigned: Assigned, update: Array, weight: Array) -> Array:
@@ -127,7 +127,7 @@ def retract(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         _require_params(params, "retract")
-        assigned = assign(params, assignment, dimension_numbers)
+        assigned = assign_part(params, assignment, dimension_numbers)
         return map_assigned(leaf, assigned, updates, params), state
 
     return optax.GradientTransformation(init, update)
@@ -167,7 +167,8 @@ def manifold_muon(
         bools or a function of params, as in `optax.adamw`).
 
     Returns:
-      An optax gradient transformation, whose `update` needs params.
+      An optax gradient transformation, whose `update` needs params. `optax.inject_hyperparams` takes any
+      callable for a schedule: give it `static_args=("solver",)` where the solver is an object.
 
     Raises:
       ValueError: at init, when the assignment does not fit the parameters (see `assign`).

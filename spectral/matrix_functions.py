@@ -1,6 +1,6 @@
 """Matrix sign (polar factor) and spectral norm of batched, square or rectangular matrices."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import jax
@@ -76,6 +76,7 @@ def _minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
     return float(a), float(b), float(c)
 
 
+@partial(jax.jit, static_argnames=("method", "steps", "dtype"))
 def msign(
     x: Float[Array, "*batch m n"],
     method: Method = "polar_express",
@@ -126,9 +127,13 @@ def msign(
     work_dtype = y.dtype if dtype is None else jnp.dtype(dtype)
     precision = jax.lax.Precision.DEFAULT if work_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     y = y.astype(work_dtype)
-    for a, b, c in coefficients:
+
+    def step(y: Array, triple: Array) -> tuple[Array, None]:
+        a, b, c = triple
         gram = _matmul(y.mT, y, precision)
-        y = a * y + _matmul(y, b * gram + c * _matmul(gram, gram, precision), precision)
+        return a * y + _matmul(y, b * gram + c * _matmul(gram, gram, precision), precision), None
+
+    y, _ = jax.lax.scan(step, y, jnp.asarray(coefficients, work_dtype))
     return (y.mT if wide else y).astype(x.dtype)
 
 
@@ -168,6 +173,7 @@ def spectral_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch"]:
     return jnp.linalg.svd(work, compute_uv=False)[..., 0]
 
 
+@partial(jax.jit, static_argnames="iterations")
 def power_iteration(
     x: Float[Array, "*batch m n"], v: Float[Array, "*batch n"] | None = None, iterations: int = 10
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch n"]]:

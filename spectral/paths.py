@@ -36,7 +36,7 @@ def match(tree: Any, patterns: Mapping[str, T]) -> dict[str, T]:
     """
     names = [name for name, _ in named_leaves(tree)]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if names and not any(fnmatchcase(name, pattern) for name in names):
             known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
             raise ValueError(f"pattern {pattern!r} matches no parameter; the parameters are: {known}")
     return first_matches(names, patterns)

@@ -105,9 +105,6 @@ def test_partition_by_hand(alone):
     assert_close(train(optax.partition(parts, labels))[0], alone)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="retract refuses dimension numbers of parameters that the partition hides"
-)
 def test_partition_by_hand_with_dimension_numbers_for_all(alone):
     """As in manifold_muon, they may name parameters that another optimiser has."""
     dims = {"*kernel": KERNEL, "ln/*": KERNEL}
@@ -119,7 +116,6 @@ def test_partition_by_hand_with_dimension_numbers_for_all(alone):
     assert_close(train(optax.partition(parts, labels))[0], alone)
 
 
-@pytest.mark.xfail(strict=True, reason="init refuses optax's placeholder, a tree without leaves")
 @pytest.mark.parametrize("kind", ["whole", "alone"])
 def test_map_params(kind):
     """optax finds what in a state is shaped like params (to shard it, say) by the init of a placeholder."""

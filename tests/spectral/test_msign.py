@@ -70,9 +70,6 @@ def test_polar_express_over_three_decades():
     np.testing.assert_allclose(found, polar(x), atol=1e-3)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="XLA fuses small products and computes an iterate twice, rounded two ways"
-)
 def test_compiled_msign_of_small_matrices():
     """The iteration doubles any difference between the y in a y and the y in y (b G + c G^2), every step.
 
