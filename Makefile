@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study report test test-slow test-peers lint format clean
+.PHONY: help demo study test test-peers lint format clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.experiments ## From nothing to a small GPT-2 trained under six optimisers, and a report (minutes)
 	$(BIN)/python -m experiments manifolds --preset demo
@@ -18,10 +18,7 @@ study: $(VENV)/.experiments ## The same with three times the steps; its result s
 	$(BIN)/python -m experiments manifolds --preset tiny
 
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -m "not slow and not peers"
-
-test-slow: $(VENV)/.test ## The tests that take minutes each
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "not peers"
 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(BIN)/python -m pytest -m peers
@@ -37,6 +34,8 @@ clean: ## Remove the environment and caches; runs/ stays
 
 # One file a level of the environment, newer than what it was installed from.
 $(VENV)/.experiments: setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Python 3.11 or newer is needed: name one, as in make PYTHON=python3.13 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools
 	$(BIN)/python -m pip install --quiet --editable ".[experiments]"

@@ -34,7 +34,7 @@ def manifolds(
         optimizers: adamw, or assignments: none, stiefel, dgram, oblique, hetero, hetero-inv.
         corpus: Text to train on, instead of the preset's: stdlib (this Python's own source), a text file,
             a folder of text files, a .bin of uint16 tokens, or a folder with train.bin and val.bin.
-        steps: Updates per run, instead of the preset's.
+        steps: Updates per run, instead of the preset's; more than its warm-up (20; gpt2-small 1000).
         seed: Of initialisation, batches and dropout.
     """
     config = preset(preset_name)
@@ -93,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

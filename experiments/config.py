@@ -1,11 +1,16 @@
 """Typed configuration of a run, its presets, and the checks that need no array."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from experiments.errors import InputError
 
 ADAMW = "adamw"
+MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+"""The blocks' matrices, which Muon trains."""
+Status = Literal["finished", "diverged", "non-finite"]
+"""How a run can end."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -69,6 +74,7 @@ class Data:
     """Held-out sequences on which attention is probed at every evaluation."""
 
     def __post_init__(self) -> None:
+        _require(bool(self.corpus), "data.corpus is empty: name a text, or stdlib")
         for name in ("batch_size", "accumulation", "eval_batches", "probe_sequences"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1, got {getattr(self, name)}")
         _require(
@@ -112,8 +118,20 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is negative: {self.warmup_steps}")
-        for name in ("learning_rate", "muon_learning_rate", "clip_norm"):
-            _require(getattr(self, name) > 0, f"optimizer.{name} must be positive, got {getattr(self, name)}")
+        for name in ("learning_rate", "muon_learning_rate", "clip_norm", "solver_step_size"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"optimizer.{name} must be positive and finite, got {value}")
+        for name in ("adam_beta1", "adam_beta2", "momentum"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
+        for name in ("solver_iterations", "msign_steps"):
+            value = getattr(self, name)
+            _require(value >= 1, f"optimizer.{name} must be at least 1, got {value}")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay is negative: {self.weight_decay}")
+        _require(
+            0 <= self.final_fraction <= 1,
+            f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}",
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,10 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("steps", "eval_every", "checkpoint_every", "log_every"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32), got {self.seed}")
+        _require(
+            self.divergence_margin > 0, f"divergence_margin must be positive, got {self.divergence_margin}"
+        )
         _require(
             self.optimizer.warmup_steps < self.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be less than steps {self.steps}",

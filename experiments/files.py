@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,26 @@ from experiments.config import Run, differences, to_dict
 from experiments.corpus import Corpus
 from experiments.errors import InputError
 
-CONFIG, RESULT = "config.json", "result.json"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+CONFIG, METRICS, RESULT = "config.json", "metrics.jsonl", "result.json"
+PACKAGES = ("weight-geometry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file so that a reader, or a kill, finds the old contents or the new, never a part.
 
     Args:
       path: the file; its folder must exist.
-      text: the new contents.
+      content: the new contents; text is written as UTF-8.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     # The new name must survive a power cut too, and it is the folder that holds it.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -48,9 +52,53 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """The value that a JSON file holds."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path, require: Sequence[str] = ()) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+      InputError: the file is damaged, or lacks a required key.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    missing = [key for key in require if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise InputError(f"{path} lacks {', '.join(missing)}")
+    return content
+
+
+_LINE_FIELDS = {"train": "loss", "eval": "loss", "speed": "tokens_per_second"}
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The lines of a metrics file, and whether a last one that a kill cut short was left out.
+
+    Args:
+      path: the file; where there is none there are no lines.
+
+    Raises:
+      InputError: another line is damaged.
+    """
+    if not path.exists():
+        return [], False
+    raw = path.read_bytes().splitlines()
+    lines = []
+    for number, text in enumerate(raw, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(raw):
+                return lines, True
+            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+        # A cut object never parses, so a line that parses but lacks a field is wrong wherever it stands.
+        if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
+            raise InputError(f"{path}, line {number}: expected an object with `kind` and `step`")
+        needed = _LINE_FIELDS.get(line["kind"], "step")
+        if needed not in line:
+            raise InputError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
+        lines.append(line)
+    return lines, False
 
 
 def check_config(config: Run, run_dir: Path) -> None:
@@ -59,13 +107,13 @@ def check_config(config: Run, run_dir: Path) -> None:
     Raises:
       InputError: the configuration differs, or the folder holds something else.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise InputError(f"{run_dir} is a file: name a folder for the run")
     if not (run_dir / CONFIG).exists():
-        if strangers := [
-            name for name in ("checkpoints", "metrics.jsonl", RESULT) if (run_dir / name).exists()
-        ]:
+        if strangers := [name for name in ("checkpoints", METRICS, RESULT) if (run_dir / name).exists()]:
             raise InputError(f"{run_dir} has {', '.join(strangers)} but no {CONFIG}: use another directory")
         return
-    stored = read_json(run_dir / CONFIG)["config"]
+    stored = read_json(run_dir / CONFIG, require=("config",))["config"]
     if changes := differences(stored, json.loads(json.dumps(to_dict(config)))):
         raise InputError(
             f"{run_dir} holds a run with another configuration (there -> here): {'; '.join(changes)}. "
@@ -81,7 +129,7 @@ def check_corpus(corpus: Corpus, run_dir: Path) -> None:
     """
     if not (run_dir / CONFIG).exists():
         return
-    stored = read_json(run_dir / CONFIG)
+    stored = read_json(run_dir / CONFIG, require=("corpus",))
     if stored["corpus"]["fingerprint"] != corpus.fingerprint:
         raise InputError(
             f"{run_dir} holds a run on another text: {stored['corpus']['description']} (fingerprint "

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,10 +15,8 @@ from jax import Array
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from experiments.config import Run
-from experiments.files import write_whole
-
-FILE_NAME = "metrics.jsonl"
+from experiments.config import Run, Status
+from experiments.files import METRICS, read_lines, write_whole
 
 
 class MetricsWriter:
@@ -32,7 +30,7 @@ class MetricsWriter:
           resume_step: the completed updates of the checkpoint that is resumed from: later lines are
             dropped. None starts anew: all are dropped.
         """
-        path = run_dir / FILE_NAME
+        path = run_dir / METRICS
         if path.exists():
             kept = (
                 [] if resume_step is None else [m for m in read_metrics(run_dir) if m["step"] <= resume_step]
@@ -80,19 +78,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """A run's metrics, one dict per line; a last line that a kill cut short is left out.
 
     Raises:
-      ValueError: another line is not JSON.
+      InputError: another line is damaged.
     """
-    path = run_dir / FILE_NAME
-    *lines, _cut = path.read_text(encoding="utf-8").split("\n")
-    metrics = []
-    for number, line in enumerate(lines, 1):
-        try:
-            metrics.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}, is not JSON ({error}): remove it or the file"
-            ) from error
-    return metrics
+    return read_lines(run_dir / METRICS)[0]
 
 
 def _line(values: Mapping[str, Any]) -> str:
@@ -140,7 +128,7 @@ class Update(NamedTuple):
 class RunEnded(Exception):
     """The run has ended before its last step; this is a result, not an error."""
 
-    def __init__(self, status: Literal["diverged", "non-finite"], step: int, reason: str) -> None:
+    def __init__(self, status: Status, step: int, reason: str) -> None:
         super().__init__(reason)
         self.status, self.step, self.reason = status, step, reason
 

@@ -3,15 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
 import optax
 from jaxtyping import Array
 
 from experiments.config import ADAMW, Run
 from experiments.errors import InputError
-from manifold_muon import DGram, DualAscent, Manifold, assignment, manifold_muon, project_params
+from manifold_muon import DGram, DualAscent, Manifold, manifold_muon, named_assignment, project_params
 from manifold_muon import constraint_violations as violations_by_path
-from spectral.paths import path_name
+from spectral.paths import map_named
 
 _STACK = "h/"
 
@@ -43,7 +42,7 @@ def manifolds(config: Run) -> dict[str, Manifold]:
     """
     name = config.optimizer.name
     try:
-        named = assignment("none" if name == ADAMW else name)
+        named = named_assignment("none" if name == ADAMW else name)
     except ValueError as error:
         raise InputError(f"optimizer.name: {error} (or {ADAMW})") from error
     retraction = config.optimizer.dgram_retraction
@@ -99,6 +98,4 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
 
 def _is_matrix(params: Any) -> Any:
     """Weight decay's mask: two or more axes, the blocks' layer axis not counted."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.ndim - path_name(path).startswith(_STACK) >= 2, params
-    )
+    return map_named(lambda name, leaf: leaf.ndim >= (3 if name.startswith(_STACK) else 2), params)

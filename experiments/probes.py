@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.config import Run
+from experiments.config import MATRICES, Run
 from experiments.model import GPT2
 from experiments.optimizers import constraint_violations
-from manifold_muon import gram_off_diagonal, to_tall
+from manifold_muon import DGram, to_tall
 
-MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
 SATURATED = 0.99
 """A softmax row counts as saturated when its largest probability exceeds this."""
 
@@ -110,5 +109,5 @@ def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:
     return {
         "sigma_max": sigma[..., 0],
         "sigma_min": sigma[..., -1],
-        "gram_off_diagonal": gram_off_diagonal(to_tall(kernel_LxIxO)),
+        "gram_off_diagonal": DGram().violation(to_tall(kernel_LxIxO)),
     }

@@ -1,18 +1,18 @@
 """Stored runs: what a study's run directories hold."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from experiments import figures
+from experiments.config import MATRICES, Status
 from experiments.errors import InputError
+from experiments.files import CONFIG, METRICS, RESULT, read_json, read_lines
 
-_STATUSES = ("finished", "diverged", "non-finite")
-_MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+_STATUSES = get_args(Status)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RunRecord:
 
     def violation(self) -> figures.Curve:
         """Largest violation of the assigned constraints, over matrices and layers."""
-        each = [self.probe("weights", matrix, "violation")[1] for matrix in _MATRICES]
+        each = [self.probe("weights", matrix, "violation")[1] for matrix in MATRICES]
         return _steps(self.evals), np.max(each, axis=0)
 
 
@@ -96,7 +96,7 @@ def read_runs(study_dir: Path) -> list[RunRecord]:
     study_dir = Path(study_dir)
     if not study_dir.is_dir():
         raise InputError(f"{study_dir} is not a directory")
-    found = {path.parent.name: path.parent for path in study_dir.glob("*/config.json")}
+    found = {path.parent.name: path.parent for path in study_dir.glob(f"*/{CONFIG}")}
     if not found:
         raise InputError(
             f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
@@ -106,16 +106,14 @@ def read_runs(study_dir: Path) -> list[RunRecord]:
 
 
 def _read_run(run_dir: Path) -> RunRecord:
-    facts = _read_json(run_dir / "config.json", require=("config", "versions", "corpus"))
-    result_path = run_dir / "result.json"
+    facts = read_json(run_dir / CONFIG, require=("config", "versions", "corpus"))
+    result_path = run_dir / RESULT
     result = None
     if result_path.exists():
-        result = _read_json(
-            result_path, require=("status", "step", "validation_loss", "best_validation_loss")
-        )
+        result = read_json(result_path, require=("status", "step", "validation_loss", "best_validation_loss"))
         if result["status"] not in _STATUSES:
             raise InputError(f"{result_path}: status {result['status']!r} is none of {', '.join(_STATUSES)}")
-    lines, damaged_tail = _read_metrics(run_dir / "metrics.jsonl")
+    lines, damaged_tail = read_lines(run_dir / METRICS)
     of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "speed")}
     return RunRecord(
         name=run_dir.name,
@@ -127,43 +125,6 @@ def _read_run(run_dir: Path) -> RunRecord:
         result=result,
         damaged_tail=damaged_tail,
     )
-
-
-def _read_json(path: Path, require: Sequence[str]) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    missing = [key for key in require if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise InputError(f"{path} lacks {', '.join(missing)}")
-    return content
-
-
-_LINE_FIELDS = {"train": "loss", "eval": "loss", "speed": "tokens_per_second"}
-
-
-def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The lines, and whether a damaged last one was left out. No file yet: no lines."""
-    if not path.exists():
-        return [], False
-    raw = path.read_bytes().splitlines()
-    lines = []
-    for number, text in enumerate(raw, start=1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            if number == len(raw):
-                return lines, True
-            raise InputError(f"{path}, line {number}: not JSON ({error})") from error
-        # A cut object never parses, so a line that parses but lacks a field is wrong wherever it stands.
-        if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
-            raise InputError(f"{path}, line {number}: expected an object with `kind` and `step`")
-        needed = _LINE_FIELDS.get(line["kind"], "step")
-        if needed not in line:
-            raise InputError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
-        lines.append(line)
-    return lines, False
 
 
 def _steps(lines: Sequence[dict[str, Any]]) -> np.ndarray:

@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments import figures
 from experiments.config import differences
+from experiments.files import write_whole
 from experiments.records import RunRecord, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
@@ -52,7 +52,7 @@ class Row:
     max_logit: float | None
     """Largest attention logit over layers at the last evaluation."""
     tokens_per_second: float | None
-    """Median, so that compilation in the first interval does not count."""
+    """Median over the run."""
 
 
 def results(runs: Sequence[RunRecord]) -> list[Row]:
@@ -221,16 +221,16 @@ def write_report(study_dir: Path) -> Path:
     runs = read_runs(study_dir)
     rows, notes, caveat = results(runs), _notes(runs), _caveat(runs[0])
     table = {"notes": notes, "runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]}
-    _write(study_dir / "results.json", (json.dumps(table, indent=2, allow_nan=False) + "\n").encode())
-    _write(study_dir / "results.md", _markdown(rows, caveat).encode())
+    write_whole(study_dir / "results.json", (json.dumps(table, indent=2, allow_nan=False) + "\n").encode())
+    write_whole(study_dir / "results.md", _markdown(rows, caveat).encode())
     images = {}
     for name, figure in _draw(runs).items():
         image = figures.png(figure)
-        _write(study_dir / f"{name}.png", image)
+        write_whole(study_dir / f"{name}.png", image)
         source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         images[name] = f'<img alt="{html.escape(figure.axes[0].get_title(loc="left"))}" src="{source}">'
     report = study_dir / "report.html"
-    _write(report, _page(runs[0].facts, rows, notes, caveat, images).encode())
+    write_whole(report, _page(runs[0].facts, rows, notes, caveat, images).encode())
     return report
 
 
@@ -260,13 +260,3 @@ def _page(
     return template.substitute(
         escaped, **images, notes=f'<ul class="notes">{items}</ul>' if items else "", table=_html_table(rows)
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

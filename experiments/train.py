@@ -1,14 +1,14 @@
 """One training run: the update, the evaluation, and the loop that starts it or takes it up again.
 
-Every step is a function of the configuration, the corpus and the step's number, so that a run killed at
-any moment and started again ends with the parameters and metrics of one that was never killed.
+What a step reads (batch, dropout key, rates) is a function of the configuration, the corpus and the step's
+number, so that a run killed at any moment and started again ends like one that was never killed.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import optax
 from jax import Array
 
 from experiments.checkpoints import Checkpoints, on_default_device
-from experiments.config import Run
+from experiments.config import Run, Status
 from experiments.corpus import Corpus, load, train_batches, validation_batches
 from experiments.files import RESULT, check_config, check_corpus, read_json, write_config, write_json
 from experiments.metrics import RunEnded, RunLog, Update
@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 class Result:
     """How a run ended: the contents of its `result.json`."""
 
-    status: Literal["finished", "diverged", "non-finite"]
+    status: Status
     step: int
     """Completed updates; for `diverged` and `non-finite`, the first at which it showed."""
     reason: str

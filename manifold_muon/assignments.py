@@ -1,6 +1,6 @@
 """Which parameter lives on which manifold: patterns on paths, checked against the parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from manifold_muon.manifolds import DGram, Manifold, Oblique, Stiefel, Unconstrained
 from spectral import KERNEL, fans
-from spectral.paths import first_matches, match, named_leaves
+from spectral.paths import first_matches, map_named, match, named_leaves
 
 Assignment = Mapping[str, Manifold]
 """Glob patterns on parameter paths -> manifold; the first pattern that fits a path decides."""
@@ -26,7 +26,9 @@ _PAIRS: dict[str, tuple[Manifold, Manifold]] = {
 ASSIGNMENTS: tuple[str, ...] = tuple(_PAIRS)
 
 
-def assignment(name: str, attention: str = "*attn*/kernel", mlp: str = "*mlp*/kernel") -> dict[str, Manifold]:
+def named_assignment(
+    name: str, attention: str = "*attn*/kernel", mlp: str = "*mlp*/kernel"
+) -> dict[str, Manifold]:
     """A named assignment of manifolds to attention and MLP matrices.
 
     Args:
@@ -71,8 +73,9 @@ def assign(
       TypeError: the assignment does not map patterns to manifolds, or an assigned parameter's entries
         are not floating-point.
     """
+    _require_dimension_numbers(dimension_numbers)
     if not isinstance(dimension_numbers, MuonDimensionNumbers):
-        match(params, dimension_numbers)
+        match(params, dimension_numbers, "pattern of dimension_numbers")
     return assign_part(params, assignment, dimension_numbers)
 
 
@@ -81,6 +84,7 @@ def assign_part(
 ) -> dict[str, Assigned]:
     """`assign` for a part of the parameters, of which the dimension numbers may name others."""
     _require_manifolds(assignment)
+    _require_dimension_numbers(dimension_numbers)
     leaves = dict(named_leaves(params))
     if isinstance(dimension_numbers, MuonDimensionNumbers):
         dimensions = dict.fromkeys(leaves, dimension_numbers)
@@ -95,13 +99,38 @@ def assign_part(
 def _require_manifolds(assignment: Assignment) -> None:
     if not isinstance(assignment, Mapping):
         raise TypeError(
-            f"an assignment maps patterns to manifolds, like assignment('hetero'); got {assignment!r}"
+            f"an assignment maps patterns to manifolds, like named_assignment('hetero'); got {assignment!r}"
         )
     for pattern, manifold in assignment.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"an assignment's patterns are strings; got {pattern!r}")
         if not isinstance(manifold, Manifold):
             raise TypeError(
                 f"pattern {pattern!r} is assigned {manifold!r}, which is not a Manifold such as Stiefel()"
             )
+
+
+def _require_dimension_numbers(dimension_numbers: DimensionNumbers) -> None:
+    if isinstance(dimension_numbers, MuonDimensionNumbers):
+        return
+    if not isinstance(dimension_numbers, Mapping) or not all(
+        isinstance(value, MuonDimensionNumbers) for value in dimension_numbers.values()
+    ):
+        raise TypeError(
+            "dimension_numbers must be an optax.contrib.MuonDimensionNumbers, or map patterns to them; "
+            f"got {dimension_numbers!r}"
+        )
+
+
+def map_assigned(
+    function: Callable[..., Any], assigned: Mapping[str, Assigned], tree: Any, *rest: Any
+) -> Any:
+    """`function(assigned, leaf, *others)` on the assigned leaves of tree; others stay as they are."""
+
+    def apply(name: str, leaf: Any, *others: Any) -> Any:
+        return function(assigned[name], leaf, *others) if name in assigned else leaf
+
+    return map_named(apply, tree, *rest)
 
 
 def _assigned(

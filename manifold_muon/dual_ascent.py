@@ -13,7 +13,7 @@ from spectral import msign
 
 
 class Solver(Protocol):
-    """Finds the steepest tangent direction of spectral norm 1; see `DualAscent.__call__`."""
+    """Approximates the steepest tangent direction of spectral norm 1; see `DualAscent.__call__`."""
 
     def __call__(
         self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
@@ -22,13 +22,14 @@ class Solver(Protocol):
 
 @dataclass(frozen=True)
 class DualAscent:
-    """`max_A <G, A>` over `||A||_2 <= 1`, `P(A^T W + W^T A) = 0`, by ascent on its dual.
+    """The reference's approximation of `max_A <G, A>`, `||A||_2 <= 1`, `P(A^T W + W^T A) = 0`.
 
     From L = -1/4 P(W^T G + G^T W), for k = 0..K-1:
 
         A = msign(G + 2 W L),  H = P(W^T A + A^T W),  L <- L - alpha (1 - k/K) H
 
-    The result depends on the scale of G, as in the reference, and is tangent only approximately.
+    It does not converge on gradients with decaying spectra: on matrices from training it reaches 0.4 to 0.7
+    of the optimum at the paper's settings, depends on G's scale, and is tangent only approximately.
 
     Source: arXiv:2606.13276; Bernstein, "Modular Manifolds", 2025.
     """

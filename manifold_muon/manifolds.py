@@ -19,11 +19,11 @@ Tall = Float[Array, "*batch m n"]
 Symmetric = Float[Array, "*batch n n"]
 
 
-@dataclass(frozen=True)
 class Manifold(ABC):
     """A set of matrices given by linear conditions on the Gram matrix W^T W.
 
-    Its tangent directions A at W are those with P(A^T W + W^T A) = 0, for a self-adjoint projector P on
+    Write one of your own as a frozen dataclass: it is compared and hashed by value, as a static argument of
+    jit. Its tangent directions A at W are those with P(A^T W + W^T A) = 0, for a self-adjoint projector P on
     symmetric matrices.
     """
 
@@ -82,7 +82,7 @@ class _WithRadius(Manifold):
 
 @dataclass(frozen=True)
 class Unconstrained(_WithRadius):
-    """All matrices: no constraint, so the step is plain Muon's, with spectral norm `radius`."""
+    """All matrices: no constraint, so the step is plain Muon's; `radius` is its spectral norm."""
 
     def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
         return jnp.zeros_like(symmetric)
@@ -141,6 +141,7 @@ class DGram(Manifold):
         return _scale_columns(_polar_frame(_normalize_columns(w)), w)
 
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
+        """||off(C)||_F / n for the cosines C between the columns."""
         return _rms(self.project_symmetric(_gram(_normalize_columns(w))))
 
 
@@ -159,11 +160,6 @@ class Oblique(_WithRadius):
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
         squares = jnp.sum(jnp.square(w / self._number()), axis=-2)
         return jnp.linalg.norm(squares - 1, axis=-1) / w.shape[-1]
-
-
-def gram_off_diagonal(w: Tall) -> Float[Array, "*batch"]:
-    """||off(C)||_F / n for the cosines C between the columns of w: 0 where they are orthogonal."""
-    return DGram().violation(w)
 
 
 def _matmul(a: Array, b: Array) -> Array:

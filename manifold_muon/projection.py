@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxtyping import Array
 
-from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign
-from manifold_muon.stacking import from_tall, map_assigned, to_tall
+from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign, map_assigned
+from manifold_muon.stacking import from_tall, to_tall
 from spectral import KERNEL
 from spectral.paths import named_leaves
 

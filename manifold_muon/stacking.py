@@ -1,19 +1,15 @@
 """From parameters of any layout to batches of tall matrices and back: one solver call per shape."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-from manifold_muon.assignments import Assigned
 from manifold_muon.dual_ascent import Solver
 from manifold_muon.manifolds import Manifold
 from spectral import KERNEL, fans, from_matrices, to_matrices
-from spectral.paths import path_name
 
 
 def to_tall(
@@ -68,13 +64,3 @@ def solve_stacked(
             directions[i] = a[start : start + len(w[i])]
             start += len(w[i])
     return [directions[i] for i in range(len(w))]
-
-
-def map_assigned(function: Callable[..., Any], assigned: dict[str, Assigned], tree: Any, *rest: Any) -> Any:
-    """`function(assigned, leaf, *others)` on the assigned leaves of tree; others stay as they are."""
-
-    def apply(path: Any, leaf: Any, *others: Any) -> Any:
-        name = path_name(path)
-        return function(assigned[name], leaf, *others) if name in assigned else leaf
-
-    return jax.tree_util.tree_map_with_path(apply, tree, *rest)

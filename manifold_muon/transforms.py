@@ -9,12 +9,19 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign, assign_part
+from manifold_muon.assignments import (
+    Assigned,
+    Assignment,
+    DimensionNumbers,
+    assign,
+    assign_part,
+    map_assigned,
+)
 from manifold_muon.dual_ascent import SOLVERS, Solver
 from manifold_muon.manifolds import Unconstrained
-from manifold_muon.stacking import from_tall, map_assigned, solve_stacked, to_tall
+from manifold_muon.stacking import from_tall, solve_stacked, to_tall
 from spectral import KERNEL
-from spectral.paths import named_leaves, path_name
+from spectral.paths import map_named, named_leaves
 
 
 class ManifoldMuonState(NamedTuple):
@@ -32,10 +39,11 @@ def scale_by_manifold_muon(
     solver: str | Solver = "dual_ascent",
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """Turn gradients into the steepest directions tangent to each weight's manifold.
+    """Turn gradients into steep directions that are tangent to each weight's manifold.
 
     With b = momentum * b + g and G = g + momentum * b (b itself where nesterov is off), every matrix W gets
-    the direction A of largest <G, A> with ||A||_2 <= 1 (times the radius) among those tangent at W. The
+    the solver's approximation of the direction A of largest <G, A>, with ||A||_2 <= 1 (times the radius),
+    among those tangent at W. The default solver is the paper's; `DualAscent` says what it misses. The
     weights must lie on their manifolds (`project_params`), and `retract` must stand last in the chain:
 
         optax.chain(scale_by_manifold_muon(a), optax.scale_by_learning_rate(0.02), retract(a))
@@ -107,7 +115,8 @@ def retract(
       dimension_numbers: input and output axes, for all or by pattern; other axes are batch axes.
 
     Returns:
-      A stateless optax gradient transformation, whose `update` needs params.
+      A stateless optax gradient transformation, whose `update` needs params. Its updates have the wider of
+      the gradient's and the weight's dtype.
 
     Raises:
       ValueError: at init, when the assignment does not fit the parameters (see `assign`).
@@ -121,7 +130,7 @@ def retract(
         dims = assigned.dimension_numbers
         moved = assigned.manifold.retract(to_tall(weight, dims) + to_tall(update, dims))
         change = from_tall(moved, weight.shape, dims) - weight
-        return change.astype(update.dtype)
+        return change.astype(jnp.promote_types(update.dtype, weight.dtype))
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
@@ -157,7 +166,7 @@ def manifold_muon(
 
     Args:
       learning_rate: Muon's, a number or a schedule.
-      assignment: glob pattern on paths -> manifold, such as `assignment("hetero")`.
+      assignment: glob pattern on paths -> manifold, such as `named_assignment("hetero")`.
       dimension_numbers: input and output axes, for all or by pattern; other axes are batch axes.
       adam_learning_rate: AdamW's, a number or a schedule.
       momentum, nesterov, solver, mu_dtype: see `scale_by_manifold_muon`.
@@ -168,7 +177,8 @@ def manifold_muon(
 
     Returns:
       An optax gradient transformation, whose `update` needs params. `optax.inject_hyperparams` takes any
-      callable for a schedule: give it `static_args=("solver",)` where the solver is an object.
+      callable for a schedule: name those that are none
+      (a Solver, a dtype, a mask function) in its `static_args`.
 
     Raises:
       ValueError: at init, when the assignment does not fit the parameters (see `assign`).
@@ -177,18 +187,12 @@ def manifold_muon(
     """
 
     def unconstrained(params: optax.Params) -> Any:
-        return _map_names(
-            lambda spec: isinstance(spec.manifold, Unconstrained),
-            assign_part(params, assignment, dimension_numbers),
-            params,
-        )
+        assigned = assign_part(params, assignment, dimension_numbers)
+        return map_named(lambda name, _: isinstance(assigned[name].manifold, Unconstrained), params)
 
     def labels(params: optax.Params) -> Any:
-        return _map_names(
-            lambda spec: "adamw" if spec is None else "manifold_muon",
-            assign(params, assignment, dimension_numbers),
-            params,
-        )
+        assigned = assign(params, assignment, dimension_numbers)
+        return map_named(lambda name, _: "manifold_muon" if name in assigned else "adamw", params)
 
     muon = optax.chain(
         scale_by_manifold_muon(
@@ -215,10 +219,6 @@ def manifold_muon(
         optax.partition({"manifold_muon": muon, "adamw": adamw}, labels),
         retract(assignment, dimension_numbers),
     )
-
-
-def _map_names(function: Callable[[Assigned | None], Any], assigned: dict[str, Assigned], params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: function(assigned.get(path_name(path))), params)
 
 
 def _assign_all(

@@ -1,7 +1,7 @@
 """Spectral scaling: matrix functions, initialisers and learning rates that hold a weight's spectral norm."""
 
 from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
-from spectral.initializers import embedding_normal, spectral_normal, spectral_orthogonal
+from spectral.initializers import embedding_normal, embedding_orthogonal, spectral_normal, spectral_orthogonal
 from spectral.matrix_functions import msign, polar_express_coefficients, power_iteration, spectral_norm
 from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_learning_rate, target_norm
 
@@ -9,6 +9,7 @@ __all__ = [
     "KERNEL",
     "Role",
     "embedding_normal",
+    "embedding_orthogonal",
     "fans",
     "from_matrices",
     "gaussian_sigma",

@@ -64,7 +64,7 @@ def from_matrices(
     Raises:
       ValueError: the matrices are not those of such an array.
     """
-    if matrices.shape[1:] != fans(shape, dimension_numbers):
+    if matrices.shape[1:] != fans(shape, dimension_numbers) or matrices.size != math.prod(shape):
         raise ValueError(
             f"matrices of shape {matrices.shape} do not make up an array of shape {tuple(shape)}"
         )

@@ -16,7 +16,9 @@ from spectral.rules import Role, gaussian_sigma, target_norm
 def spectral_normal(
     gain: float = 1.0, dimension_numbers: MuonDimensionNumbers = KERNEL, simplified: bool = False
 ) -> Initializer:
-    """Gaussian kernels whose expected spectral norm is gain * sqrt(fan_out / fan_in).
+    """Gaussian kernels of spectral norm about gain * sqrt(fan_out / fan_in).
+
+    The expected norm is at most that, and within 3 % of it from 64 x 64 on.
 
     Args:
       gain: factor on the spectral norm.
@@ -53,7 +55,8 @@ def spectral_orthogonal(gain: float = 1.0, dimension_numbers: MuonDimensionNumbe
     def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
         fan_in, fan_out = fans(shape, dimension_numbers)
         count = math.prod(shape) // (fan_in * fan_out)
-        matrices = jax.random.orthogonal(key, fan_in, (count,), jnp.float32, m=fan_out)
+        work_dtype = jnp.promote_types(dtype, jnp.float32)
+        matrices = jax.random.orthogonal(key, fan_in, (count,), work_dtype, m=fan_out)
         scaled = gain * target_norm(fan_in, fan_out) * matrices
         return from_matrices(scaled, shape, dimension_numbers).astype(dtype)
 
@@ -66,3 +69,18 @@ def embedding_normal(gain: float = 1.0) -> Initializer:
     One-hot inputs have norm 1, so Condition 1 holds with fan_in = 1 and is judged by the rows' norms.
     """
     return jax.nn.initializers.normal(gain * gaussian_sigma(Role.EMBEDDING, 1, 1))
+
+
+def embedding_orthogonal(gain: float = 1.0) -> Initializer:
+    """Embeddings whose rows, in uniformly random directions, all have norm gain * sqrt(features) exactly.
+
+    The counterpart of `spectral_orthogonal` for one-hot inputs: as a matrix, V x d embeddings with V > d
+    cannot have orthogonal rows.
+    """
+
+    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        rows = jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32))
+        norms = jnp.linalg.norm(rows, axis=-1, keepdims=True)
+        return (gain * math.sqrt(shape[-1]) * rows / norms).astype(dtype)
+
+    return init

@@ -13,6 +13,7 @@ Method = Literal["polar_express", "muon", "svd"]
 Coefficients = tuple[tuple[float, float, float], ...]
 
 _MUON_QUINTIC = (3.4445, -4.7750, 2.0315)
+_DEFAULT_STEPS = {"polar_express": 10, "muon": 5}
 # Frobenius normalisation leaves the largest singular value at or below 1 / _MARGIN, so that rounding
 # cannot push it out of the interval on which the polynomials were made.
 _MARGIN = 1.01
@@ -80,7 +81,7 @@ def _minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
 def msign(
     x: Float[Array, "*batch m n"],
     method: Method = "polar_express",
-    steps: int = 10,
+    steps: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Matrix sign of a rectangular matrix, its orthogonal polar factor: U V^T for x = U diag(s) V^T.
@@ -92,9 +93,9 @@ def msign(
     Args:
       x: matrices; every one in the batch is treated on its own.
       method: `polar_express` (converges to 1), `muon` (the constant quintic 3.4445, -4.7750, 2.0315:
-        fast, with singular values left between 0.7 and 1.2), or `svd` (exact, and slow on accelerators;
+        fast, with singular values left between 0.68 and 1.20), or `svd` (exact, and slow on accelerators;
         singular values below max(m, n) * eps * s_max count as zero).
-      steps: number of polynomial steps; Muon's usual choice for `muon` is 5.
+      steps: number of polynomial steps; None is 10 for `polar_express` and 5 for `muon`.
       dtype: dtype of the products, accumulated in float32; None is float32 (float64 for float64 input)
         at full precision.
 
@@ -111,7 +112,9 @@ def msign(
         raise ValueError(f"msign needs matrices, with at least 2 axes; got shape {x.shape}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"msign needs real floating-point entries; got {x.dtype}: cast them first")
-    _require_steps(steps)
+    steps = _DEFAULT_STEPS.get(method) if steps is None else steps
+    if steps is not None:
+        _require_steps(steps)
     if method == "svd":
         return _msign_svd(x)
     if method == "polar_express":
@@ -198,6 +201,7 @@ def power_iteration(
     if v is None:
         # Made from x, so that over a mesh it is laid out like x.
         v = 0 * work[..., 0, :] + jax.random.normal(jax.random.key(0), (n,), work.dtype)
+    v = jnp.broadcast_to(v, (*x.shape[:-2], n))
 
     def apply(matrix: Array, vector: Array) -> Array:
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=jax.lax.Precision.HIGHEST)

@@ -34,8 +34,8 @@ def gaussian_sigma(role: Role, fan_in: int, fan_out: int, simplified: bool = Fal
       role: of the parameter.
       fan_in, fan_out: of one matrix (fan_in is ignored for embeddings and biases).
       simplified: for matrices, Parametrization 1's `min(1, sqrt(fan_out/fan_in)) / sqrt(fan_in)`, up to
-        twice the default `sqrt(fan_out/fan_in) / (sqrt(fan_in) + sqrt(fan_out))`, which makes the
-        expected spectral norm equal to the target.
+        twice the default `sqrt(fan_out/fan_in) / (sqrt(fan_in) + sqrt(fan_out))`, which bounds the
+        expected spectral norm by the target and comes within 3 % of it from 64 x 64 on.
 
     Returns:
       sigma; 0 for a bias, and for a gain, which starts at 1 exactly.

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from experiments.metrics import FILE_NAME, MetricsWriter, read_metrics
+from experiments.files import METRICS
+from experiments.metrics import MetricsWriter, read_metrics
 
 
 def read_events(run_dir):
@@ -43,7 +44,7 @@ def test_lines_hold_plain_numbers_and_null_where_not_finite(tmp_path):
         metrics.write(
             "eval", 1, loss=2.0, attention={"entropy": layers}, weights={"mlp/c_fc": {"sigma_max": layers}}
         )
-    lines = (tmp_path / FILE_NAME).read_text().splitlines()
+    lines = (tmp_path / METRICS).read_text().splitlines()
     assert json.loads(lines[0]) == {
         "kind": "train",
         "step": 1,
@@ -82,7 +83,7 @@ def test_lines_are_readable_before_the_writer_closes(tmp_path):
 
 def test_resuming_drops_later_lines_and_a_line_cut_short(tmp_path):
     write_steps(tmp_path, range(1, 8))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[-1][:20])
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 8))
@@ -94,7 +95,7 @@ def test_resuming_drops_later_lines_and_a_line_cut_short(tmp_path):
 
 def test_a_cut_line_goes_even_if_every_step_stays(tmp_path):
     write_steps(tmp_path, range(1, 5))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     whole = path.read_text()
     path.write_text(whole + '{"kind": "train", "st')
     write_steps(tmp_path, [], resume_step=4)
@@ -117,7 +118,7 @@ def test_tensorboard_hides_what_was_dropped(tmp_path, resume_step, purged_from):
 
 def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
     write_steps(tmp_path, range(3))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / METRICS
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "{half", lines[2], ""]))
     with pytest.raises(ValueError, match=r"line 2.*not JSON"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import report
+from experiments import files, report
 from experiments.config import Data, Model, Run, to_dict
 from experiments.errors import InputError
 
@@ -342,6 +342,6 @@ def test_a_failed_write_leaves_the_old_file(
         def fail(*_: object) -> None:
             raise OSError("disk full")
 
-        patch.setattr(report.os, "replace", fail)
-        report._write(target, b"new")
+        patch.setattr(files.os, "replace", fail)
+        files.write_whole(target, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["page"] and target.read_bytes() == b"old"

@@ -16,9 +16,9 @@ from manifold_muon import (
     Stiefel,
     Unconstrained,
     assign,
-    assignment,
     constraint_violations,
     manifold_muon,
+    named_assignment,
     project_params,
     retract,
     scale_by_manifold_muon,
@@ -53,15 +53,15 @@ def test_named_assignments():
         "hetero-inv": (DGram(), Stiefel()),
     }
     for name, pair in pairs.items():
-        assert assignment(name) == dict(zip(("*attn*/kernel", "*mlp*/kernel"), pair, strict=True))
-    assert assignment("hetero", attention="a", mlp="m") == {"a": Stiefel(), "m": DGram()}
-    changed = assignment("hetero")
+        assert named_assignment(name) == dict(zip(("*attn*/kernel", "*mlp*/kernel"), pair, strict=True))
+    assert named_assignment("hetero", attention="a", mlp="m") == {"a": Stiefel(), "m": DGram()}
+    changed = named_assignment("hetero")
     changed["*attn*/kernel"] = Oblique()
-    assert assignment("hetero")["*attn*/kernel"] == Stiefel()
+    assert named_assignment("hetero")["*attn*/kernel"] == Stiefel()
 
 
 def test_assign():
-    found = assign(PARAMS, assignment("hetero"))
+    found = assign(PARAMS, named_assignment("hetero"))
     assert list(found) == ["attn/kernel", "mlp/kernel"]
     assert found["attn/kernel"] == (Stiefel(), 1.0, KERNEL)
     assert found["mlp/kernel"] == (DGram(), 1.0, KERNEL)
@@ -82,14 +82,14 @@ def test_radii_are_numbers_by_fans():
 
 
 def test_constraint_violations_name_only_the_assigned():
-    found = constraint_violations(PARAMS, assignment("hetero"))
+    found = constraint_violations(PARAMS, named_assignment("hetero"))
     assert list(found) == ["attn/kernel", "mlp/kernel"]
     assert all(violation.shape == (2,) for violation in found.values())
-    assert constraint_violations(PARAMS, assignment("none"))["attn/kernel"].tolist() == [0.0, 0.0]
+    assert constraint_violations(PARAMS, named_assignment("none"))["attn/kernel"].tolist() == [0.0, 0.0]
 
 
 def test_project_params_leaves_the_rest_alone():
-    found = project_params(PARAMS, assignment("hetero"))
+    found = project_params(PARAMS, named_assignment("hetero"))
     assert found["norm"]["scale"] is PARAMS["norm"]["scale"]
     assert found["attn"]["bias"] is PARAMS["attn"]["bias"]
     assert jax.tree.structure(found) == jax.tree.structure(PARAMS)
@@ -98,7 +98,7 @@ def test_project_params_leaves_the_rest_alone():
 def test_unknown_assignment():
     message = "unknown assignment 'euclid': choose one of none, stiefel, dgram, oblique, hetero, hetero-inv"
     with pytest.raises(ValueError, match=message):
-        assignment("euclid")
+        named_assignment("euclid")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -137,7 +137,7 @@ def test_misfits(entry, arguments, message):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_dimension_numbers_that_fit_nothing(entry):
-    message = "pattern 'conv*' matches no parameter"
+    message = "pattern of dimension_numbers 'conv*' matches no parameter"
     # These two may see a part of the parameters, of which the dimension numbers may name others.
     if entry in ("scale_by_manifold_muon", "retract"):
         message = "no pattern of dimension_numbers fits attn/kernel"

@@ -10,16 +10,16 @@ from manifold_muon import (
     DualAscent,
     ManifoldMuonState,
     Stiefel,
-    assignment,
     constraint_violations,
     manifold_muon,
+    named_assignment,
     project_params,
     retract,
     scale_by_manifold_muon,
 )
 from spectral import KERNEL
 
-HETERO = assignment("hetero")
+HETERO = named_assignment("hetero")
 # Equality of weights is the question here, not the steps' quality: few polynomials compile fast.
 SOLVER = DualAscent(iterations=2, msign_steps=3)
 STEPS = 3

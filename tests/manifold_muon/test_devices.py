@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 from manifold_muon import (
     DualAscent,
     Stiefel,
-    assignment,
     manifold_muon,
+    named_assignment,
     project_params,
     retract,
     scale_by_manifold_muon,
 )
 
-HETERO = assignment("hetero")
+HETERO = named_assignment("hetero")
 SOLVER = DualAscent(iterations=2, msign_steps=3)
 OPTIMIZER = manifold_muon(0.02, HETERO, adam_learning_rate=3e-3, solver=SOLVER)
 

@@ -1,5 +1,7 @@
 """Manifolds against float64 NumPy: distances, retractions and projections, and weights that stay on them."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,6 @@ from manifold_muon import (
     Unconstrained,
     constraint_violations,
     from_tall,
-    gram_off_diagonal,
     manifold_muon,
     project_params,
     retract,
@@ -95,14 +96,14 @@ def test_violation_does_not_depend_on_dgrams_scale():
     np.testing.assert_allclose(DGram().violation(100 * w), DGram().violation(w), rtol=1e-5)
 
 
-def test_gram_off_diagonal_by_loops():
+def test_dgram_violation_by_loops():
     w = tall_matrices(2, (6, 4)).astype(np.float64)
     total = 0.0
     for i in range(4):
         for j in range(4):
             if i != j:
                 total += (w[:, i] @ w[:, j] / np.sqrt(w[:, i] @ w[:, i] * (w[:, j] @ w[:, j]))) ** 2
-    np.testing.assert_allclose(gram_off_diagonal(w.astype(np.float32)), np.sqrt(total) / 4, rtol=1e-5)
+    np.testing.assert_allclose(DGram().violation(w.astype(np.float32)), np.sqrt(total) / 4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MANIFOLDS)
@@ -347,3 +348,37 @@ def test_bad_retraction():
 def test_manifold_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Manifold()
+
+
+def test_a_users_manifolds_are_told_apart_by_value():
+    """They group matrices into batches and are static arguments of jit: equal must mean the same."""
+
+    class Plain(DGram):
+        pass
+
+    @dataclass(frozen=True)
+    class Scaled(DGram):
+        factor: float = 1.0
+
+    assert Scaled(factor=1.0) == Scaled(factor=1.0) and Scaled(factor=1.0) != Scaled(factor=2.0)
+    assert Plain() == Plain() and Plain() != DGram()
+
+    class Opaque(Manifold):
+        def __init__(self, k):
+            self.k = k
+
+        project_symmetric = retract = violation = lambda self, x: x
+
+    assert Opaque(1) != Opaque(2)
+
+
+def test_retract_holds_the_constraint_under_gradients_of_less_precision():
+    assignment = {"w": Stiefel()}
+    params = project_params(
+        {"w": jnp.asarray(np.random.default_rng(5).normal(size=(8, 6)), jnp.float32)}, assignment
+    )
+    transform = optax.chain(optax.sgd(0.1), retract(assignment))
+    gradient = jax.tree.map(lambda x: jnp.ones_like(x, jnp.bfloat16), params)
+    updates, _ = transform.update(gradient, transform.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    assert constraint_violations(moved, assignment)["w"].max() < 1e-6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from spectral import embedding_normal, spectral_normal, spectral_orthogonal
+from spectral import embedding_normal, embedding_orthogonal, spectral_normal, spectral_orthogonal
 
 RATIOS = ((64, 1024), (128, 512), (256, 256), (512, 128), (1024, 64))
 KEY = jax.random.key(0)
@@ -104,3 +104,16 @@ def test_errors(make):
         make()(KEY, (4,))
     with pytest.raises(ValueError, match="twice"):
         make(dimension_numbers=MuonDimensionNumbers(1, -1))(KEY, (4, 6))
+
+
+def test_orthogonal_embeddings_have_rows_of_one_norm():
+    rows = embedding_orthogonal(gain=2.0)(jax.random.key(0), (50, 9))
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 2 * 3.0, rtol=1e-6)
+    cosines = (rows @ rows.T) / 36
+    assert np.abs(cosines[~np.eye(50, dtype=bool)]).mean() < 2 / 9**0.5  # directions of their own
+
+
+def test_orthogonal_kernels_are_as_exact_as_their_dtype():
+    with jax.enable_x64(True):
+        w = np.asarray(spectral_orthogonal()(jax.random.key(0), (6, 6), np.float64))
+    np.testing.assert_allclose(w @ w.T, np.eye(6), atol=1e-14)

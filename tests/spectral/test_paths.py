@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.core import FrozenDict
 
-from spectral.paths import match, named_leaves, path_name
+from spectral.paths import map_named, match, named_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +70,37 @@ def test_a_key_named_value_keeps_its_name():
     assert names(tree) == ["attn/key", "attn/query", "attn/value"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Attention:
+    query: Any
+    key: Any
+    value: Any
+
+
+def test_a_field_named_value_keeps_its_name():
+    """Equinox modules and dataclasses are not NNX variables, whose field of that name is cut off."""
+    assert names({"attn": Attention(1, 2, 3)}) == ["attn/query", "attn/key", "attn/value"]
+
+
+def test_two_leaves_of_one_name():
+    with pytest.raises(ValueError, match="more than one parameter is called a/b"):
+        match({"a/b": 1, "a": {"b": 2}}, {"*": 0})
+
+
+def test_map_named():
+    tree = {"b": 1, "a": (2, None), "c": optax.MaskedNode()}
+    found = map_named(
+        lambda name, leaf, other: f"{name} {leaf} {other}",
+        tree,
+        {"b": 3, "a": (4, None), "c": optax.MaskedNode()},
+    )
+    assert found == {"b": "b 1 3", "a": ("a/0 2 4", None), "c": optax.MaskedNode()}
+    state = nnx.state(Block(nnx.Rngs(0)), nnx.Param)
+    named = map_named(lambda name, leaf: name, state)
+    assert jax.tree.leaves(named) == names(state)
+
+
 def test_leaves_come_with_their_names():
     tree = {"b": jnp.ones(3), "a": (jnp.zeros(2),)}
     assert [(name, leaf.shape) for name, leaf in named_leaves(tree)] == [("a/0", (2,)), ("b", (3,))]
@@ -102,8 +133,3 @@ def test_a_pattern_that_fits_nothing_is_an_error():
     assert "layer_19, ..." in message and "layer_20" not in message
     with pytest.raises(ValueError, match="the parameters are: a$"):
         match({"a": 1}, {"b": 0})
-
-
-def test_path_name_of_a_key_path():
-    path = (jax.tree_util.DictKey("h"), jax.tree_util.SequenceKey(2), jax.tree_util.GetAttrKey("kernel"))
-    assert path_name(path) == "h/2/kernel"
