@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spectral import msign, target_norm
+from spectral.matrix_functions import unit
 
 Radius = float | Literal["spectral"]
 Tall = Float[Array, "*batch m n"]
@@ -133,16 +134,16 @@ class DGram(Manifold):
         if self.retraction == "svd":
             u, s, vt = jnp.linalg.svd(w, full_matrices=False)
             return _matmul(u, vt) * s[..., None, :]
-        return _scale_columns(msign(_normalize_columns(w)), w)
+        return _scale_columns(msign(unit(w, axis=-2)), w)
 
     def project(self, w: Tall) -> Tall:
         if self.retraction == "svd":
             return self.retract(w)
-        return _scale_columns(_polar_frame(_normalize_columns(w)), w)
+        return _scale_columns(_polar_frame(unit(w, axis=-2)), w)
 
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
         """||off(C)||_F / n for the cosines C between the columns."""
-        return _rms(self.project_symmetric(_gram(_normalize_columns(w))))
+        return _rms(self.project_symmetric(_gram(unit(w, axis=-2))))
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Oblique(_WithRadius):
     def retract(self, w: Tall) -> Tall:
         """Every column scaled to the radius; a zero column, which has no nearest point, to equal entries."""
         zero = jnp.all(w == 0, axis=-2, keepdims=True)
-        return self._number() * _normalize_columns(jnp.where(zero, 1, w))
+        return self._number() * unit(jnp.where(zero, 1, w), axis=-2)
 
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
         squares = jnp.sum(jnp.square(w / self._number()), axis=-2)
@@ -169,14 +170,6 @@ def _matmul(a: Array, b: Array) -> Array:
 
 def _gram(w: Array) -> Array:
     return _matmul(w.mT, w)
-
-
-def _normalize_columns(w: Array) -> Array:
-    # Dividing by the largest entry first keeps the squares from under- or overflowing.
-    largest = jnp.max(jnp.abs(w), axis=-2, keepdims=True)
-    w = w / jnp.where(largest > 0, largest, 1)
-    norms = jnp.linalg.norm(w, axis=-2, keepdims=True)
-    return w / jnp.where(norms > 0, norms, 1)
 
 
 def _polar_frame(w: Array) -> Array:

@@ -207,19 +207,21 @@ def power_iteration(
         return jnp.einsum("...ij,...j->...i", matrix, vector, precision=jax.lax.Precision.HIGHEST)
 
     def body(_: int, v: Array) -> Array:
-        return _unit(apply(work.mT, _unit(apply(work, v))))
+        return unit(apply(work.mT, unit(apply(work, v))))
 
-    v = jax.lax.fori_loop(0, iterations, body, _unit(v.astype(work.dtype)))
+    v = jax.lax.fori_loop(0, iterations, body, unit(v.astype(work.dtype)))
     # x v is parallel to its own unit vector; the product of the two is its norm, without squares.
     xv = apply(work, v)
-    return jnp.sum(_unit(xv) * xv, axis=-1), v
+    return jnp.sum(unit(xv) * xv, axis=-1), v
 
 
-def _unit(v: Array) -> Array:
-    largest = jnp.max(jnp.abs(v), axis=-1, keepdims=True)
-    v = v / jnp.where(largest > 0, largest, 1)
-    norm = jnp.linalg.norm(v, axis=-1, keepdims=True)
-    return v / jnp.where(norm > 0, norm, 1)
+def unit(x: Array, axis: int = -1) -> Array:
+    """x divided by its 2-norm along an axis; zero vectors stay zero, at any scale and with no NaN."""
+    # Dividing by the largest entry first keeps the squares from under- or overflowing.
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1)
+    norm = jnp.linalg.norm(x, axis=axis, keepdims=True)
+    return x / jnp.where(norm > 0, norm, 1)
 
 
 def _require_steps(steps: int) -> None:
