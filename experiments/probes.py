@@ -14,6 +14,7 @@ from experiments.config import MATRICES, Run
 from experiments.model import GPT2
 from experiments.optimizers import constraint_violations
 from manifold_muon import DGram, to_tall
+from spectral.matrix_functions import svd
 
 SATURATED = 0.99
 """A softmax row counts as saturated when its largest probability exceeds this."""
@@ -105,7 +106,7 @@ def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:
       `||off(C)||_F / n` with C the cosines between the n columns of the tall orientation (m >= n rows;
       a square matrix's columns are those of the papers' W, the kernel transposed). Each (L,).
     """
-    sigma = jnp.linalg.svd(kernel_LxIxO.astype(jnp.float32), compute_uv=False)
+    sigma = svd(kernel_LxIxO.astype(jnp.float32), compute_uv=False)
     return {
         "sigma_max": sigma[..., 0],
         "sigma_min": sigma[..., -1],

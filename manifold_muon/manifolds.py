@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spectral import msign, target_norm
-from spectral.matrix_functions import unit
+from spectral.matrix_functions import svd, unit
 
 Radius = float | Literal["spectral"]
 Tall = Float[Array, "*batch m n"]
@@ -132,7 +132,7 @@ class DGram(Manifold):
 
     def retract(self, w: Tall) -> Tall:
         if self.retraction == "svd":
-            u, s, vt = jnp.linalg.svd(w, full_matrices=False)
+            u, s, vt = svd(w)
             return _matmul(u, vt) * s[..., None, :]
         return _scale_columns(msign(unit(w, axis=-2)), w)
 
@@ -174,7 +174,7 @@ def _gram(w: Array) -> Array:
 
 def _polar_frame(w: Array) -> Array:
     """U V^T with orthonormal columns for every w: the directions that w lacks are filled in."""
-    u, _, vt = jnp.linalg.svd(w, full_matrices=False)
+    u, _, vt = svd(w)
     return _matmul(u, vt)
 
 

@@ -157,10 +157,39 @@ def _normalize(x: Array, margin: float) -> Array:
 
 def _msign_svd(x: Array) -> Array:
     work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    u, s, vt = jnp.linalg.svd(work, full_matrices=False)
+    u, s, vt = svd(work)
     threshold = s[..., :1] * max(x.shape[-2:]) * jnp.finfo(work.dtype).eps
     sign = jnp.where(s > threshold, 1.0, 0.0).astype(work.dtype)
     return _matmul(u * sign[..., None, :], vt, jax.lax.Precision.HIGHEST).astype(x.dtype)
+
+
+def svd(x: Float[Array, "*batch m n"], compute_uv: bool = True) -> tuple[Array, Array, Array] | Array:
+    """Thin singular value decompositions, safe to have several of in one program on a CPU.
+
+    JAX's batched decomposition on a CPU waits, inside XLA's thread pool, for tasks that it gives to that
+    pool: two at once on two cores can each hold a thread that the other waits for, and hang. One matrix at a
+    time has nothing to wait for.
+
+    Args:
+      x: matrices.
+      compute_uv: whether to give the singular vectors too.
+
+    Returns:
+      (u, s, vt), or s alone.
+    """
+
+    def batched(x: Array) -> tuple[Array, ...] | Array:
+        result = jnp.linalg.svd(x, full_matrices=False, compute_uv=compute_uv)
+        return tuple(result) if compute_uv else result
+
+    def one_by_one(x: Array) -> tuple[Array, ...] | Array:
+        results = jax.lax.map(batched, x.reshape(-1, *x.shape[-2:]))
+        return jax.tree.map(lambda y: y.reshape(*x.shape[:-2], *y.shape[1:]), results)
+
+    # A loop over an axis that an Explicit mesh shards is refused; its devices have a batch each.
+    if x.ndim == 2 or any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        return batched(x)
+    return jax.lax.platform_dependent(x, cpu=one_by_one, default=batched)
 
 
 def spectral_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch"]:
@@ -173,7 +202,7 @@ def spectral_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch"]:
       Their spectral norms, float32 or better. See `power_iteration` for the cheap estimate.
     """
     work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.linalg.svd(work, compute_uv=False)[..., 0]
+    return svd(work, compute_uv=False)[..., 0]
 
 
 @partial(jax.jit, static_argnames="iterations")
