@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spectral import power_iteration, spectral_norm
+from spectral.matrix_functions import svd
 
 SHAPES = ((6, 4), (4, 6), (5, 5), (1, 7), (1, 1), (3, 6, 4), (2, 1, 2, 4, 6))
 
@@ -120,3 +121,25 @@ def test_power_iteration_over_a_mesh(kind):
             estimate = jax.shard_map(estimate, in_specs=P("data"), out_specs=P("data"))
         found = jax.jit(estimate)(sharded)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------- SVD
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 4, 6), (2, 3, 4, 4)], ids=str)
+def test_svd(shape):
+    x = np.random.default_rng(30).normal(size=shape).astype(np.float32)
+    u, s, vt = svd(jnp.asarray(x))
+    np.testing.assert_allclose((u * s[..., None, :]) @ vt, x, atol=1e-5)
+    np.testing.assert_allclose(s, np.linalg.svd(x.astype(np.float64), compute_uv=False), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(svd(jnp.asarray(x), compute_uv=False), s, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the hang is the CPU backend's")
+def test_svd_never_waits_for_xlas_thread_pool():
+    """A batched LAPACK call waits inside the pool for the pool, and two at once can hang."""
+    program = jax.jit(svd).lower(jnp.ones((3, 2, 6, 5))).compile().as_text()
+    calls = [line for line in program.splitlines() if "lapack_sgesdd_ffi" in line and "custom-call" in line]
+    assert calls
+    for call in calls:
+        assert "operand_layout_constraints={f32[6,5]" in call, call
