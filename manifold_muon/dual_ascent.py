@@ -5,10 +5,9 @@ from functools import partial
 from typing import Literal, Protocol
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from manifold_muon.manifolds import Manifold, Unconstrained
+from manifold_muon.manifolds import Manifold, Unconstrained, matmul
 from spectral import msign
 
 
@@ -71,25 +70,21 @@ class DualAscent:
         dual = -0.25 * project(_symmetric_product(w, g))
 
         def body(k: Array, dual: Array) -> Array:
-            a = self._msign(g + 2 * _matmul(w, dual))
+            a = self._msign(g + 2 * matmul(w, dual))
             decayed = self.step_size * (1 - k / self.iterations)
             return dual - decayed * project(_symmetric_product(w, a))
 
         # The K-th update of the dual variable would not be used.
         dual = jax.lax.fori_loop(0, self.iterations - 1, body, dual)
-        return self._msign(g + 2 * _matmul(w, dual))
+        return self._msign(g + 2 * matmul(w, dual))
 
     def _msign(self, x: Array) -> Array:
         dtype = None if self.msign_dtype == "float32" else self.msign_dtype
         return msign(x, steps=self.msign_steps, dtype=dtype)
 
 
-def _matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
 def _symmetric_product(w: Array, a: Array) -> Array:
-    product = _matmul(w.mT, a)
+    product = matmul(w.mT, a)
     return product + product.mT
 
 

@@ -133,7 +133,7 @@ class DGram(Manifold):
     def retract(self, w: Tall) -> Tall:
         if self.retraction == "svd":
             u, s, vt = svd(w)
-            return _matmul(u, vt) * s[..., None, :]
+            return matmul(u, vt) * s[..., None, :]
         return _scale_columns(msign(unit(w, axis=-2)), w)
 
     def project(self, w: Tall) -> Tall:
@@ -163,19 +163,20 @@ class Oblique(_WithRadius):
         return jnp.linalg.norm(squares - 1, axis=-1) / w.shape[-1]
 
 
-def _matmul(a: Array, b: Array) -> Array:
+def matmul(a: Array, b: Array) -> Array:
+    """The product at full float32 precision."""
     # A TPU's default float32 product rounds to bfloat16, which would leave the manifold by 1e-3.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _gram(w: Array) -> Array:
-    return _matmul(w.mT, w)
+    return matmul(w.mT, w)
 
 
 def _polar_frame(w: Array) -> Array:
     """U V^T with orthonormal columns for every w: the directions that w lacks are filled in."""
     u, _, vt = svd(w)
-    return _matmul(u, vt)
+    return matmul(u, vt)
 
 
 def _scale_columns(frame: Array, w: Array) -> Array:
