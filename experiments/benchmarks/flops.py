@@ -1,0 +1,276 @@
+"""Floating-point operations of a function, counted from its jaxpr: nothing is compiled or executed.
+
+XLA's own cost analysis counts a loop's body once, a decomposition as about nothing, and a float32 product at
+full precision like one of bfloat16. Here bodies are multiplied by their trip counts, decompositions have
+textbook formulas, and every product keeps the precision it is asked for. Only matrix products and
+decompositions are counted: elementwise operations and reductions, of a lower order, are left out.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from experiments.benchmarks.decompositions import DECOMPOSITIONS, UNKNOWN_DECOMPOSITIONS
+from experiments.benchmarks.loops import constant_trips, opened
+
+PRODUCT = "product"
+
+BFLOAT16_PASSES: dict[str, int] = {
+    "bfloat16": 1,
+    "float32 default": 1,
+    "float32 high": 3,
+    "float32 highest": 6,
+    "float32 BF16_BF16_F32": 1,
+    "float32 BF16_BF16_F32_X3": 3,
+    "float32 BF16_BF16_F32_X6": 6,
+    "float32 BF16_BF16_F32_X9": 9,
+}
+"""Passes through a TPU's bfloat16 matrix unit that one product takes, by its operands' precision: XLA splits
+a float32 operand into three bfloat16 terms and keeps six of their nine products at `highest`, three at
+`high`; at `default` it rounds."""
+
+
+class Loop(NamedTuple):
+    """A `while` whose trip count its jaxpr does not tell."""
+
+    scope: str
+    """Named scopes and jitted functions around it, outermost first, joined by `/`."""
+    carry: tuple[jax.core.AbstractValue, ...]
+
+
+Trips = float | Callable[[Loop], float]
+"""Trip count of the data-dependent loops: one for all, or one for each."""
+
+
+class Kind(NamedTuple):
+    """What a number of operations is spent on."""
+
+    operation: str
+    """`product`, or a decomposition's name."""
+    precision: str
+    """Of a product's operands: a key of `BFLOAT16_PASSES`, or another dtype's name; of a decomposition,
+    its dtype."""
+    scope: str
+    """As `Loop.scope`."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Numbers of operations; a multiplication and an addition are two."""
+
+    counts: Counter[Kind]
+
+    @property
+    def products(self) -> float:
+        """Of matrix products, whatever their precision."""
+        return self.total(lambda kind: kind.operation == PRODUCT)
+
+    @property
+    def decompositions(self) -> float:
+        """Of eigh, svd and the like, by their textbook formulas."""
+        return self.total(lambda kind: kind.operation != PRODUCT)
+
+    @property
+    def bfloat16_passes(self) -> float:
+        """Of matrix products, each times the bfloat16 passes it takes on a TPU (`BFLOAT16_PASSES`).
+
+        Raises:
+          ValueError: a product's operands have a dtype that no TPU's matrix unit takes.
+        """
+        by_precision = self.products_by_precision()
+        if unknown := by_precision.keys() - BFLOAT16_PASSES.keys():
+            raise ValueError(f"products of {', '.join(sorted(unknown))} have no count of bfloat16 passes")
+        return sum(BFLOAT16_PASSES[precision] * count for precision, count in by_precision.items())
+
+    def total(self, where: Callable[[Kind], bool]) -> float:
+        """The operations of some kinds."""
+        return sum(count for kind, count in self.counts.items() if where(kind))
+
+    def products_by_precision(self) -> dict[str, float]:
+        """Precision -> operations of the matrix products."""
+        return self._by(lambda kind: kind.precision if kind.operation == PRODUCT else None)
+
+    def decompositions_by_name(self) -> dict[str, float]:
+        """Name -> operations of the decompositions."""
+        return self._by(lambda kind: None if kind.operation == PRODUCT else kind.operation)
+
+    def products_by_scope(self, names: Collection[str], other: str = "other") -> dict[str, float]:
+        """Name -> operations of the matrix products in the scope of that name.
+
+        Args:
+          names: of `jax.named_scope`s or jitted functions; inside several, the innermost counts.
+          other: where none of them is found.
+        """
+
+        def innermost(kind: Kind) -> str | None:
+            if kind.operation != PRODUCT:
+                return None
+            return next((name for name in reversed(kind.scope.split("/")) if name in names), other)
+
+        return self._by(innermost)
+
+    def _by(self, group: Callable[[Kind], str | None]) -> dict[str, float]:
+        grouped: Counter[str] = Counter()
+        for kind, count in self.counts.items():
+            if (name := group(kind)) is not None:
+                grouped[name] += count
+        return dict(grouped)
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.counts + other.counts)
+
+
+def count_flops(
+    function: Callable[..., Any],
+    *args: Any,
+    platform: str = "cpu",
+    trips: Trips | None = None,
+    per_device: bool = False,
+) -> Flops:
+    """The operations of `function(*args)`.
+
+    Loops: a `scan` (and a `fori_loop` with fixed bounds, which is one) runs its body `length` times; a
+    `while` that only counts from one constant to another as often as it says; any other as `trips` says. Of
+    the branches of a `cond` that depends on data, the dearest counts; of `platform_dependent`, that of
+    the platform. What no output depends on does not count: compilers leave it out.
+
+    Args:
+      function: any function that JAX can trace; bind static arguments with `functools.partial`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      platform: `cpu`, `tpu`, `cuda` or `rocm`, whichever machine this runs on.
+      trips: of the data-dependent `while` loops.
+      per_device: count the body of a `shard_map` for one device, not for all of its mesh. What stands
+        outside of every `shard_map` is counted as if each device did the whole of it.
+
+    Raises:
+      ValueError: a data-dependent loop is met and `trips` is None, the platform has no branch, or products
+        stand in an operation that this counter does not know.
+    """
+    return count_jaxpr(jax.make_jaxpr(function)(*args), platform=platform, trips=trips, per_device=per_device)
+
+
+def count_jaxpr(
+    jaxpr: ClosedJaxpr, *, platform: str = "cpu", trips: Trips | None = None, per_device: bool = False
+) -> Flops:
+    """`count_flops` of a function that has been traced."""
+    live, _ = dce_jaxpr(jaxpr.jaxpr, used_outputs=True)
+    return Flops(_Walk(platform, trips, per_device).body(live, ""))
+
+
+@dataclass(frozen=True)
+class _Walk:
+    platform: str
+    trips: Trips | None
+    per_device: bool
+
+    def body(self, jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Counter[Kind]:
+        counts: Counter[Kind] = Counter()
+        for eqn in opened(jaxpr).eqns:
+            counts.update(self._equation(eqn, _join(scope, str(eqn.source_info.name_stack))))
+        return counts
+
+    def _equation(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            return Counter({Kind(PRODUCT, _precision(eqn), scope): _product(eqn)})
+        if name in DECOMPOSITIONS:
+            dtype = eqn.invars[0].aval.dtype.name
+            return Counter({Kind(name, dtype, scope): DECOMPOSITIONS[name](eqn)})
+        if name == "scan":
+            return _times(self.body(params["jaxpr"], scope), params["length"])
+        if name == "while":
+            return self._while(eqn, scope)
+        if name == "cond":
+            return self._cond(eqn, scope)
+        if name == "shard_map":
+            shape = params["mesh"].shape
+            devices = math.prod(shape[axis] for axis in params["newly_manual_axes"])
+            return _times(self.body(params["jaxpr"], scope), 1 if self.per_device else devices)
+        if name in _CALLS:
+            return self.body(params[_CALLS[name]], _join(scope, params.get("name", "")))
+        if name in _UNCOUNTED or any(self.body(inner, scope) for inner in _inner(eqn)):
+            raise ValueError(f"{name} at {scope or 'the top level'} is no operation that can be counted")
+        return Counter()
+
+    def _while(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
+        body = self.body(eqn.params["body_jaxpr"], scope)
+        condition = self.body(eqn.params["cond_jaxpr"], scope)
+        if not body and not condition:
+            return body
+        count = constant_trips(eqn)
+        if count is None:
+            if self.trips is None:
+                raise ValueError(f"the while loop at {scope or 'the top level'} needs `trips`")
+            carry = eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+            loop = Loop(scope, tuple(value.aval for value in carry))
+            count = self.trips(loop) if callable(self.trips) else self.trips
+        # The condition is computed once more than the body.
+        return _times(body, count) + _times(condition, count + 1)
+
+    def _cond(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
+        branches = eqn.params["branches"]
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            return max((self.body(branch, scope) for branch in branches), key=lambda c: sum(c.values()))
+        for names, branch in zip(platforms, branches, strict=True):
+            if names is None or self.platform in names:
+                return self.body(branch, scope)
+        raise ValueError(f"no branch for platform {self.platform!r}, only for {platforms}")
+
+
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+}
+"""Primitives whose body runs once -> the parameter that holds it."""
+_UNCOUNTED = UNKNOWN_DECOMPOSITIONS | {
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "symmetric_product",
+    "pallas_call",
+    "ffi_call",
+}
+
+
+def _product(eqn: JaxprEqn) -> float:
+    """2 * batch * M * N * K: every entry of the result is a sum of K products."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contracted)
+
+
+def _precision(eqn: JaxprEqn) -> str:
+    dtypes = {value.aval.dtype.name for value in eqn.invars}
+    dtype = "float32" if "float32" in dtypes else " x ".join(sorted(dtypes))
+    if dtype != "float32":
+        return dtype
+    precision = eqn.params["precision"]
+    if precision is None:
+        return "float32 default"
+    if isinstance(precision, tuple):
+        # Precision.DEFAULT < HIGH < HIGHEST; XLA takes the higher of the operands'.
+        return f"float32 {max(precision, key=lambda p: p.value).name.lower()}"
+    return f"float32 {precision}"
+
+
+def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr))
+    return (leaf for leaf in leaves if isinstance(leaf, Jaxpr | ClosedJaxpr))
+
+
+def _join(*scopes: str) -> str:
+    return "/".join(scope for scope in scopes if scope)
+
+
+def _times(counts: Counter[Kind], factor: float) -> Counter[Kind]:
+    return Counter({kind: count * factor for kind, count in counts.items() if factor > 0})
