@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from spectral import msign, target_norm
 from spectral.matrix_functions import svd, unit
+from spectral.products import matmul
 
 Radius = float | Literal["spectral"]
 Tall = Float[Array, "*batch m n"]
@@ -161,12 +162,6 @@ class Oblique(_WithRadius):
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
         squares = jnp.sum(jnp.square(w / self._number()), axis=-2)
         return jnp.linalg.norm(squares - 1, axis=-1) / w.shape[-1]
-
-
-def matmul(a: Array, b: Array) -> Array:
-    """The product at full float32 precision."""
-    # A TPU's default float32 product rounds to bfloat16, which would leave the manifold by 1e-3.
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _gram(w: Array) -> Array:

@@ -3,6 +3,7 @@
 from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
 from spectral.initializers import embedding_normal, embedding_orthogonal, spectral_normal, spectral_orthogonal
 from spectral.matrix_functions import msign, polar_express_coefficients, power_iteration, spectral_norm
+from spectral.products import symmetric_product
 from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_learning_rate, target_norm
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "spectral_norm",
     "spectral_normal",
     "spectral_orthogonal",
+    "symmetric_product",
     "target_norm",
     "to_matrices",
 ]
