@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
