@@ -7,6 +7,7 @@ decompositions are counted: elementwise operations and reductions, of a lower or
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -14,10 +15,17 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from experiments.benchmarks.decompositions import DECOMPOSITIONS, UNKNOWN_DECOMPOSITIONS
-from experiments.benchmarks.loops import constant_trips, opened
+from experiments.benchmarks.jaxprs import (
+    CALLS,
+    Path,
+    constant_trips,
+    live,
+    opened,
+    platform_branch,
+    while_loops,
+)
 
 PRODUCT = "product"
 
@@ -42,6 +50,10 @@ class Loop(NamedTuple):
     scope: str
     """Named scopes and jitted functions around it, outermost first, joined by `/`."""
     carry: tuple[jax.core.AbstractValue, ...]
+    number: int
+    """Of this loop among all the program's `while` loops on the platform, from 0, outer before inner."""
+    depth: int
+    """Number of `while` loops around it."""
 
 
 Trips = float | Callable[[Loop], float]
@@ -111,7 +123,8 @@ class Flops:
         def innermost(kind: Kind) -> str | None:
             if kind.operation != PRODUCT:
                 return None
-            return next((name for name in reversed(kind.scope.split("/")) if name in names), other)
+            # A transformed scope reads `vmap(name)`.
+            return next((name for name in reversed(re.split("[/()]", kind.scope)) if name in names), other)
 
         return self._by(innermost)
 
@@ -159,8 +172,9 @@ def count_jaxpr(
     jaxpr: ClosedJaxpr, *, platform: str = "cpu", trips: Trips | None = None, per_device: bool = False
 ) -> Flops:
     """`count_flops` of a function that has been traced."""
-    live, _ = dce_jaxpr(jaxpr.jaxpr, used_outputs=True)
-    return Flops(_Walk(platform, trips, per_device).body(live, ""))
+    program = live(jaxpr).jaxpr
+    loops = while_loops(program, platform)
+    return Flops(_Walk(platform, trips, per_device, loops).body(program, "", ()))
 
 
 @dataclass(frozen=True)
@@ -168,71 +182,67 @@ class _Walk:
     platform: str
     trips: Trips | None
     per_device: bool
+    loops: list[Path]
 
-    def body(self, jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Counter[Kind]:
+    def body(self, jaxpr: Jaxpr | ClosedJaxpr, scope: str, path: Path) -> Counter[Kind]:
         counts: Counter[Kind] = Counter()
-        for eqn in opened(jaxpr).eqns:
-            counts.update(self._equation(eqn, _join(scope, str(eqn.source_info.name_stack))))
+        for place, eqn in enumerate(opened(jaxpr).eqns):
+            here = _join(scope, str(eqn.source_info.name_stack))
+            counts.update(self._equation(eqn, here, (*path, place)))
         return counts
 
-    def _equation(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
+    def _equation(self, eqn: JaxprEqn, scope: str, path: Path) -> Counter[Kind]:
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
             return Counter({Kind(PRODUCT, _precision(eqn), scope): _product(eqn)})
         if name in DECOMPOSITIONS:
             dtype = eqn.invars[0].aval.dtype.name
             return Counter({Kind(name, dtype, scope): DECOMPOSITIONS[name](eqn)})
-        if name == "scan":
-            return _times(self.body(params["jaxpr"], scope), params["length"])
         if name == "while":
-            return self._while(eqn, scope)
+            return self._while(eqn, scope, path)
         if name == "cond":
-            return self._cond(eqn, scope)
+            return self._cond(eqn, scope, path)
+        if name == "scan":
+            return _times(self.body(params["jaxpr"], scope, (*path, 0)), params["length"])
         if name == "shard_map":
             shape = params["mesh"].shape
             devices = math.prod(shape[axis] for axis in params["newly_manual_axes"])
-            return _times(self.body(params["jaxpr"], scope), 1 if self.per_device else devices)
-        if name in _CALLS:
-            return self.body(params[_CALLS[name]], _join(scope, params.get("name", "")))
-        if name in _UNCOUNTED or any(self.body(inner, scope) for inner in _inner(eqn)):
+            counts = self.body(params["jaxpr"], scope, (*path, 0))
+            return counts if self.per_device else _times(counts, devices)
+        if name in CALLS:
+            return self.body(params[CALLS[name]], _join(scope, params.get("name", "")), (*path, 0))
+        if name in _UNCOUNTED or any(self.body(inner, scope, path) for inner in _inner(eqn)):
             raise ValueError(f"{name} at {scope or 'the top level'} is no operation that can be counted")
         return Counter()
 
-    def _while(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
-        body = self.body(eqn.params["body_jaxpr"], scope)
-        condition = self.body(eqn.params["cond_jaxpr"], scope)
+    def _while(self, eqn: JaxprEqn, scope: str, path: Path) -> Counter[Kind]:
+        condition = self.body(eqn.params["cond_jaxpr"], scope, (*path, 0))
+        body = self.body(eqn.params["body_jaxpr"], scope, (*path, 1))
         if not body and not condition:
             return body
         count = constant_trips(eqn)
         if count is None:
             if self.trips is None:
                 raise ValueError(f"the while loop at {scope or 'the top level'} needs `trips`")
-            carry = eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
-            loop = Loop(scope, tuple(value.aval for value in carry))
-            count = self.trips(loop) if callable(self.trips) else self.trips
+            given = self.trips(self._loop(eqn, scope, path)) if callable(self.trips) else self.trips
+            count = float(given)
         # The condition is computed once more than the body.
         return _times(body, count) + _times(condition, count + 1)
 
-    def _cond(self, eqn: JaxprEqn, scope: str) -> Counter[Kind]:
+    def _loop(self, eqn: JaxprEqn, scope: str, path: Path) -> Loop:
+        carry = eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+        depth = sum(path[: len(outer)] == outer for outer in self.loops) - 1
+        return Loop(scope, tuple(value.aval for value in carry), self.loops.index(path), depth)
+
+    def _cond(self, eqn: JaxprEqn, scope: str, path: Path) -> Counter[Kind]:
+        chosen = platform_branch(eqn, self.platform)
         branches = eqn.params["branches"]
-        platforms = eqn.params.get("branches_platforms")
-        if platforms is None:
-            return max((self.body(branch, scope) for branch in branches), key=lambda c: sum(c.values()))
-        for names, branch in zip(platforms, branches, strict=True):
-            if names is None or self.platform in names:
-                return self.body(branch, scope)
-        raise ValueError(f"no branch for platform {self.platform!r}, only for {platforms}")
+        if chosen is not None:
+            return self.body(branches[chosen], scope, (*path, chosen))
+        counts = (self.body(branch, scope, (*path, index)) for index, branch in enumerate(branches))
+        return max(counts, key=lambda count: sum(count.values()))
 
 
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-}
-"""Primitives whose body runs once -> the parameter that holds it."""
 _UNCOUNTED = UNKNOWN_DECOMPOSITIONS | {
     "conv_general_dilated",
     "ragged_dot_general",

@@ -227,6 +227,8 @@ def test_products_are_grouped_by_the_innermost_scope() -> None:
     groups = count.products_by_scope(("outer", "inner"))
     assert groups == {"outer": PRODUCT, "inner": 3 * PRODUCT, "other": PRODUCT}
     assert count.products_by_scope(("product",)) == {"product": 3 * PRODUCT, "other": 2 * PRODUCT}
+    batch = count_flops(jax.vmap(step), shaped(2, 5, 5)).products_by_scope(("outer", "inner"))
+    assert batch == {name: 2 * operations for name, operations in groups.items()}
     assert count.products == 5 * PRODUCT == (count + count).products / 2
 
 
