@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from experiments import figures
+from experiments import panels
 from experiments.config import MATRICES, Status
 from experiments.errors import InputError
 from experiments.files import CONFIG, METRICS, RESULT, read_json, read_lines
@@ -59,12 +59,12 @@ class RunRecord:
             return self.result["best_validation_loss"]
         return min(finite(self.losses("eval")[1]), default=None)
 
-    def losses(self, kind: str) -> figures.Curve:
+    def losses(self, kind: str) -> panels.Curve:
         """The losses of the `train` or `eval` lines."""
         lines = self.train if kind == "train" else self.evals
         return _steps(lines), np.array([_number(line["loss"]) for line in lines])
 
-    def probe(self, *path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> figures.Curve:
+    def probe(self, *path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> panels.Curve:
         """A per-layer measurement of the evaluations, e.g. `probe("weights", "mlp/c_fc", "sigma_max")`.
 
         Args:
@@ -80,7 +80,11 @@ class RunRecord:
             values.append(float(over_layers(layers)))
         return _steps(self.evals), np.array(values)
 
-    def violation(self) -> figures.Curve:
+    def peak(self, *path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> float | None:
+        """The largest finite value of a measurement (see `probe`) over the evaluations; None if none is."""
+        return max(finite(self.probe(*path, over_layers=over_layers)[1]), default=None)
+
+    def violation(self) -> panels.Curve:
         """Largest violation of the assigned constraints, over matrices and layers."""
         each = [self.probe("weights", matrix, "violation")[1] for matrix in MATRICES]
         return _steps(self.evals), np.max(each, axis=0)
@@ -102,7 +106,7 @@ def read_runs(study_dir: Path) -> list[RunRecord]:
             f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
             "directory, not one run's)"
         )
-    return [_read_run(found[name]) for name in figures.styles(found)]
+    return [_read_run(found[name]) for name in panels.styles(found)]
 
 
 def _read_run(run_dir: Path) -> RunRecord:

@@ -1,20 +1,16 @@
 """The report of a study, made from the stored metrics alone: nothing is trained, loaded or measured again."""
 
-import base64
-import html
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from string import Template
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import figures
+from experiments import figures, panels
 from experiments.config import differences
-from experiments.files import write_whole
+from experiments.files import write_json, write_whole
+from experiments.pages import Table, save_images, setting, text, write_page
 from experiments.records import RunRecord, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
@@ -57,7 +53,7 @@ class Row:
 
 def results(runs: Sequence[RunRecord]) -> list[Row]:
     """The results table, one row per run."""
-    styles = figures.styles(run.name for run in runs)
+    styles = panels.styles(run.name for run in runs)
     reference = next((run.final for run in runs if run.name == "none" and run.finished), None)
     rows = []
     for run in runs:
@@ -82,24 +78,21 @@ def results(runs: Sequence[RunRecord]) -> list[Row]:
     return rows
 
 
-def _text(value: float | str | None, spec: str = ".4f") -> str:
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else format(value, spec)
-
-
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "run": lambda row: row.label,
-    "attention manifold": lambda row: _text(row.attention),
-    "MLP manifold": lambda row: _text(row.mlp),
-    "validation loss (final)": lambda row: _text(row.validation_loss),
-    "best validation loss": lambda row: _text(row.best_validation_loss),
-    "status": lambda row: row.status,
-    "difference to unconstrained": lambda row: _text(row.difference, "+.4f"),
-    "paper's validation loss (GPT-2 small)": lambda row: _text(row.paper),
-    "largest attention logit at the end": lambda row: _text(row.max_logit, ".3g"),
-    "tokens/s": lambda row: _text(row.tokens_per_second, ",.0f"),
-}
+_TABLE = Table(
+    {
+        "run": lambda row: row.label,
+        "attention manifold": lambda row: text(row.attention),
+        "MLP manifold": lambda row: text(row.mlp),
+        "validation loss (final)": lambda row: text(row.validation_loss),
+        "best validation loss": lambda row: text(row.best_validation_loss),
+        "status": lambda row: row.status,
+        "difference to unconstrained": lambda row: text(row.difference, "+.4f"),
+        "paper's validation loss (GPT-2 small)": lambda row: text(row.paper),
+        "largest attention logit at the end": lambda row: text(row.max_logit, ".3g"),
+        "tokens/s": lambda row: text(row.tokens_per_second, ",.0f"),
+    },
+    left=("run", "attention manifold", "MLP manifold", "status"),
+)
 _TERMINAL = {
     "run": "run",
     "validation loss (final)": "val. loss",
@@ -109,59 +102,33 @@ _TERMINAL = {
     "largest attention logit at the end": "max logit",
     "status": "status",
 }
-_LEFT = ("run", "attention manifold", "MLP manifold", "status")
 
 
 def format_table(study_dir: Path) -> str:
     """The results as aligned plain text, at most 100 columns wide, for the terminal."""
-    rows = results(read_runs(study_dir))
-    columns = []
-    for name, head in _TERMINAL.items():
-        cells = [head, *(_COLUMNS[name](row) for row in rows)]
-        cells = [cell if len(cell) <= 18 or name == "status" else cell[:17] + "…" for cell in cells]
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if name in _LEFT else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
-def _markdown(rows: Sequence[Row], caveat: str) -> str:
-    cells = [[render(row).replace("|", "\\|") for render in _COLUMNS.values()] for row in rows]
-    rule = [":--" if name in _LEFT else "--:" for name in _COLUMNS]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in [list(_COLUMNS), rule, *cells])
-    return f"{table}\n\n{caveat}\n"
+    return _TABLE.plain(results(read_runs(study_dir)), _TERMINAL)
 
 
 def _html_table(rows: Sequence[Row]) -> str:
-    styles = figures.styles(row.run for row in rows)
+    styles = panels.styles(row.run for row in rows)
     losses = {row.run: row.validation_loss for row in rows if row.status == "finished"}
     best = min((loss for loss in losses.values() if loss is not None), default=None)
-
-    def line(tag: str, cells: Iterable[str], swatch: str = "") -> str:
-        pairs = zip(_COLUMNS, cells, strict=True)
-        return "".join(
-            f"<{tag}{' class=text' * (name in _LEFT)}>{swatch * (name == 'run')}{cell}</{tag}>"
-            for name, cell in pairs
-        )
-
-    body = [f"<tr>{line('th', _COLUMNS)}</tr>"]
-    for row in rows:
-        swatch = f'<span class="swatch" style="background:{styles[row.run].color}"></span>'
-        mark = " class=best" if best is not None and losses.get(row.run) == best else ""
-        body.append(
-            f"<tr{mark}>{line('td', (html.escape(cell(row)) for cell in _COLUMNS.values()), swatch)}</tr>"
-        )
-    return "<table>\n" + "\n".join(body) + "\n</table>"
+    return _TABLE.html(
+        rows,
+        color=lambda row: styles[row.run].color,
+        bold=lambda row: best is not None and losses.get(row.run) == best,
+    )
 
 
 def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
     """Every panel of the page, by the name of its file and its place in the template."""
-    styles = figures.styles(run.name for run in runs)
+    styles = panels.styles(run.name for run in runs)
     losses = {run.name: run.losses("eval") for run in runs}
 
-    def probe(*path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> figures.Curves:
+    def probe(*path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> panels.Curves:
         return {run.name: run.probe(*path, over_layers=over_layers) for run in runs}
 
-    panels = {
+    drawn = {
         "validation_loss": figures.validation_loss(losses, styles),
         "validation_loss_zoom": figures.validation_loss_zoom(losses, styles),
         "training_loss": figures.training_loss({run.name: run.losses("train") for run in runs}, styles),
@@ -172,20 +139,20 @@ def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
         ("saturated", figures.saturated_rows),
         ("jacobian", figures.softmax_jacobian),
     ):
-        panels[f"softmax_{name}"] = draw(probe("attention", name, over_layers=np.mean), styles)
+        drawn[f"softmax_{name}"] = draw(probe("attention", name, over_layers=np.mean), styles)
     for part, key, matrix in (
         ("attention", "attn/c_attn", "attention c_attn"),
         ("mlp", "mlp/c_fc", "MLP c_fc"),
     ):
         largest, gram = probe("weights", key, "sigma_max"), probe("weights", key, "gram_off_diagonal")
         smallest = probe("weights", key, "sigma_min", over_layers=np.min)
-        panels[f"largest_singular_value_{part}"] = figures.largest_singular_value(largest, styles, matrix)
-        panels[f"smallest_singular_value_{part}"] = figures.smallest_singular_value(smallest, styles, matrix)
-        panels[f"gram_off_diagonal_{part}"] = figures.gram_off_diagonal(gram, styles, matrix)
-    panels["constraint_violation"] = figures.constraint_violation(
+        drawn[f"largest_singular_value_{part}"] = figures.largest_singular_value(largest, styles, matrix)
+        drawn[f"smallest_singular_value_{part}"] = figures.smallest_singular_value(smallest, styles, matrix)
+        drawn[f"gram_off_diagonal_{part}"] = figures.gram_off_diagonal(gram, styles, matrix)
+    drawn["constraint_violation"] = figures.constraint_violation(
         {run.name: run.violation() for run in runs}, styles
     )
-    return panels
+    return drawn
 
 
 def _notes(runs: Sequence[RunRecord]) -> list[str]:
@@ -221,16 +188,17 @@ def write_report(study_dir: Path) -> Path:
     runs = read_runs(study_dir)
     rows, notes, caveat = results(runs), _notes(runs), _caveat(runs[0])
     table = {"notes": notes, "runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]}
-    write_whole(study_dir / "results.json", (json.dumps(table, indent=2, allow_nan=False) + "\n").encode())
-    write_whole(study_dir / "results.md", _markdown(rows, caveat).encode())
-    images = {}
-    for name, figure in _draw(runs).items():
-        image = figures.png(figure)
-        write_whole(study_dir / f"{name}.png", image)
-        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        images[name] = f'<img alt="{html.escape(figure.axes[0].get_title(loc="left"))}" src="{source}">'
+    write_json(study_dir / "results.json", table)
+    write_whole(study_dir / "results.md", f"{_TABLE.markdown(rows)}\n\n{caveat}\n")
     report = study_dir / "report.html"
-    write_whole(report, _page(runs[0].facts, rows, notes, caveat, images).encode())
+    write_page(
+        report,
+        title="Manifold Muon on GPT-2",
+        template="report_template.html",
+        words={**setting(runs[0].facts), "caveat": caveat},
+        parts={**save_images(study_dir, _draw(runs)), "table": _html_table(rows)},
+        notes=notes,
+    )
     return report
 
 
@@ -238,25 +206,3 @@ def _caveat(run: RunRecord) -> str:
     model = run.config["model"]
     same = (model["layers"], model["width"]) == (12, 768)
     return _CAVEAT.format(scale="the same shape as here" if same else "another scale and corpus than here")
-
-
-def _page(
-    facts: dict[str, Any], rows: Sequence[Row], notes: Sequence[str], caveat: str, images: dict[str, str]
-) -> str:
-    config, corpus = facts["config"], facts["corpus"]
-    plain = {
-        **{name: config["model"][name] for name in ("layers", "heads", "width", "context")},
-        "steps": config["steps"],
-        "batch": config["data"]["batch_size"],
-        "seed": config["seed"],
-        "corpus": corpus["description"],
-        "fingerprint": corpus["fingerprint"],
-        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
-        "caveat": caveat,
-    }
-    escaped = {name: html.escape(str(value)) for name, value in plain.items()}
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    template = Template((Path(__file__).parent / "report_template.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        escaped, **images, notes=f'<ul class="notes">{items}</ul>' if items else "", table=_html_table(rows)
-    )

@@ -7,10 +7,11 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import figures
-from experiments.figures import Curve, Curves
+from experiments import figures, panels
+from experiments.panels import Curve, Curves
 
 STEPS = np.arange(0.0, 101.0, 10.0)
 PANELS: list[Callable] = [
@@ -42,7 +43,7 @@ def losses() -> Curves:
     }
 
 
-def lines(figure: figures.Figure) -> dict[str, np.ndarray]:
+def lines(figure: Figure) -> dict[str, np.ndarray]:
     """Heights of the drawn lines (not of the leaders to their names), by colour."""
     axes = figure.axes[0]
     return {
@@ -50,7 +51,7 @@ def lines(figure: figures.Figure) -> dict[str, np.ndarray]:
     }
 
 
-def named(figure: figures.Figure) -> set[str]:
+def named(figure: Figure) -> set[str]:
     return {text.get_text() for text in figure.axes[0].texts}
 
 
@@ -70,17 +71,15 @@ def named(figure: figures.Figure) -> set[str]:
     ids=["usual", "no run", "no value", "not finite", "zeros", "gap and point", "wide"],
 )
 def test_every_panel_bears_every_gap(panel: Callable, curves: Curves) -> None:
-    figure = panel(curves, figures.styles(curves))
+    figure = panel(curves, panels.styles(curves))
     axes = figure.axes[0]
     assert axes.get_title(loc="left") and axes.get_xlabel() == "step" and axes.get_ylabel()
-    with Image.open(io.BytesIO(figures.png(figure))) as image:
+    with Image.open(io.BytesIO(panels.png(figure))) as image:
         assert len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
 def test_png_is_deterministic_and_says_nothing_of_its_maker() -> None:
-    first, second = (
-        figures.png(figures.validation_loss(losses(), figures.styles(losses()))) for _ in range(2)
-    )
+    first, second = (panels.png(figures.validation_loss(losses(), panels.styles(losses()))) for _ in range(2))
     assert first == second
     with Image.open(io.BytesIO(first)) as image:
         assert not set(image.info) & {"Software", "Creation Time"}
@@ -88,25 +87,25 @@ def test_png_is_deterministic_and_says_nothing_of_its_maker() -> None:
 
 def test_drawing_leaves_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
-    figures.png(figures.softmax_entropy(losses(), figures.styles(losses())))
+    panels.png(figures.softmax_entropy(losses(), panels.styles(losses())))
     assert dict(matplotlib.rcParams) == before
 
 
 def test_styles_are_ordered_distinct_and_do_not_depend_on_the_input_order() -> None:
     names = ["zebra", "hetero", "adamw", "apple", "none"]
-    chosen = figures.styles(names)
+    chosen = panels.styles(names)
     assert list(chosen) == ["adamw", "none", "hetero", "apple", "zebra"]
-    assert chosen == figures.styles(reversed(names))
-    assert chosen["hetero"] == figures.styles(["hetero"])["hetero"]
+    assert chosen == panels.styles(reversed(names))
+    assert chosen["hetero"] == panels.styles(["hetero"])["hetero"]
     assert chosen["apple"].label == "apple" and chosen["adamw"].label == "AdamW"
-    everything = figures.styles([*figures._KNOWN, *(f"mine{index:02d}" for index in range(16))])
+    everything = panels.styles([*panels._KNOWN, *(f"mine{index:02d}" for index in range(16))])
     looks = {(style.color, style.dashes, style.marker) for style in everything.values()}
     assert len(looks) == len(everything)
 
 
 def test_colours_can_be_read_on_white() -> None:
     """Contrast of at least 2 (sky blue, the lightest, has 2.3), by WCAG's relative luminance."""
-    everything = figures.styles([*figures._KNOWN, "a", "b", "c", "d"])
+    everything = panels.styles([*panels._KNOWN, "a", "b", "c", "d"])
     for style in everything.values():
         channels = np.array(to_rgb(style.color))
         linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
@@ -115,7 +114,7 @@ def test_colours_can_be_read_on_white() -> None:
 
 def test_lines_hold_the_values_and_every_line_is_named() -> None:
     curves = {"none": curve([0.5, np.nan, 0.25]), "hetero": curve([0.1, 0.2, 0.3]), "dgram": curve([np.nan])}
-    styles = figures.styles(curves)
+    styles = panels.styles(curves)
     figure = figures.saturated_rows(curves, styles)
     drawn = lines(figure)
     np.testing.assert_allclose(drawn[styles["none"].color], [50, np.nan, 25])
@@ -126,7 +125,7 @@ def test_lines_hold_the_values_and_every_line_is_named() -> None:
 
 def test_zoom_fits_the_runs_that_hold() -> None:
     curves = losses()
-    figure = figures.validation_loss_zoom(curves, figures.styles(curves))
+    figure = figures.validation_loss_zoom(curves, panels.styles(curves))
     axes = figure.axes[0]
     assert axes.get_xlim() == (50, 100)
     low, high = axes.get_ylim()
@@ -137,13 +136,13 @@ def test_zoom_fits_the_runs_that_hold() -> None:
 
 def test_zoom_when_every_run_diverged_shows_them() -> None:
     curves = {"dgram": curve([5.0, 3.0, 4.0, 5.0, 7.0])}
-    low, high = figures.validation_loss_zoom(curves, figures.styles(curves)).axes[0].get_ylim()
+    low, high = figures.validation_loss_zoom(curves, panels.styles(curves)).axes[0].get_ylim()
     assert low < 4.0 and high > 7.0
 
 
 def test_an_explosion_does_not_flatten_the_whole_curve() -> None:
     curves = losses()
-    figure = figures.validation_loss(curves, figures.styles(curves))
+    figure = figures.validation_loss(curves, panels.styles(curves))
     low, high = figure.axes[0].get_ylim()
     assert low < 1.96 and 5.5 < high < 6.5
     assert "\u2191 all-DGram" in named(figure) and "hetero-inv" in named(figure)
@@ -151,7 +150,7 @@ def test_an_explosion_does_not_flatten_the_whole_curve() -> None:
 
 def test_logits_are_on_a_logarithmic_scale_and_zeros_are_left_out() -> None:
     curves = {"none": curve([0.0, 1.0, 100.0]), "hetero": curve([0.0, 0.0])}
-    figure = figures.attention_logit(curves, figures.styles(curves))
+    figure = figures.attention_logit(curves, panels.styles(curves))
     assert figure.axes[0].get_yscale() == "log"
     assert named(figure) == {"unconstrained Muon"}
     np.testing.assert_array_equal(lines(figure)["#7f7f7f"], [np.nan, 1.0, 100.0])
@@ -159,18 +158,18 @@ def test_logits_are_on_a_logarithmic_scale_and_zeros_are_left_out() -> None:
 
 def test_rounding_noise_fills_no_more_than_a_decade() -> None:
     curves = {"hetero": curve([3.0e-7, 3.1e-7, 2.9e-7])}
-    low, high = figures.constraint_violation(curves, figures.styles(curves)).axes[0].get_ylim()
+    low, high = figures.constraint_violation(curves, panels.styles(curves)).axes[0].get_ylim()
     assert high / low > 9
 
 
 def test_all_zeros_are_drawn_at_the_bottom() -> None:
     curves = {"none": curve([0.0, 0.0])}
-    assert figures.saturated_rows(curves, figures.styles(curves)).axes[0].get_ylim() == (0, 1)
+    assert figures.saturated_rows(curves, panels.styles(curves)).axes[0].get_ylim() == (0, 1)
 
 
 def test_a_panel_without_values_says_so() -> None:
     curves = {"none": curve([0.0, 0.0])}
-    assert named(figures.constraint_violation(curves, figures.styles(curves))) == {"no violation above zero"}
+    assert named(figures.constraint_violation(curves, panels.styles(curves))) == {"no violation above zero"}
     assert named(figures.softmax_entropy({}, {})) == {"nothing recorded yet"}
 
 
@@ -191,17 +190,17 @@ def test_training_loss_window_grows_with_the_run() -> None:
         "none": curve(list(values), np.arange(1.0, 501.0)),
         "hetero": curve(list(values[:20]), np.arange(1.0, 501.0)),
     }
-    figure = figures.training_loss(curves, figures.styles(curves))
+    figure = figures.training_loss(curves, panels.styles(curves))
     assert "mean of 10 steps" in figure.axes[0].get_title(loc="left")
     np.testing.assert_allclose(lines(figure)["#7f7f7f"][-1], values[-10:].mean())
 
 
 @pytest.mark.parametrize("ends", [[0.5] * 7, [0.0] * 7, [1.0] * 7, [0.0, 0.01, 0.5, 0.52, 0.99, 1.0]])
 def test_names_keep_apart_and_within_the_panel(ends: list[float]) -> None:
-    heights = figures._spread(np.array(ends))
-    assert np.diff(heights).min() >= figures._LABEL_GAP - 1e-9
+    heights = panels._spread(np.array(ends))
+    assert np.diff(heights).min() >= panels._LABEL_GAP - 1e-9
     assert heights.min() >= 0 and heights.max() <= 1
 
 
 def test_names_with_room_stay_at_their_lines() -> None:
-    np.testing.assert_allclose(figures._spread(np.array([0.1, 0.4, 0.9])), [0.1, 0.4, 0.9])
+    np.testing.assert_allclose(panels._spread(np.array([0.1, 0.4, 0.9])), [0.1, 0.4, 0.9])

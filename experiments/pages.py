@@ -1,0 +1,122 @@
+"""What reports share: tables, figures inside a page, and the page around them."""
+
+import base64
+import html
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.files import write_whole
+from experiments.panels import png
+
+_WIDEST = 18
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table's columns: their headings, and what each shows of a row."""
+
+    columns: Mapping[str, Callable[[Any], str]]
+    left: Collection[str]
+    """The columns that hold words, aligned on the left."""
+
+    def plain(self, rows: Sequence[Any], heads: Mapping[str, str]) -> str:
+        """Aligned plain text; `heads` chooses the columns, and all but its last are cut to 18 characters."""
+        columns = []
+        for name, head in heads.items():
+            cells = [head, *map(self.columns[name], rows)]
+            if name != list(heads)[-1]:
+                cells = [cell if len(cell) <= _WIDEST else cell[: _WIDEST - 1] + "…" for cell in cells]
+            width = max(map(len, cells))
+            columns.append([cell.ljust(width) if name in self.left else cell.rjust(width) for cell in cells])
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+    def markdown(self, rows: Sequence[Any]) -> str:
+        """The whole table in Markdown, without a last line break."""
+        cells = [[render(row).replace("|", "\\|") for render in self.columns.values()] for row in rows]
+        rule = [":--" if name in self.left else "--:" for name in self.columns]
+        return "\n".join(f"| {' | '.join(line)} |" for line in [list(self.columns), rule, *cells])
+
+    def html(
+        self, rows: Sequence[Any], color: Callable[[Any], str], bold: Callable[[Any], bool] = lambda _: False
+    ) -> str:
+        """The whole table in HTML, each row marked with its line's colour in the figures."""
+        body = [f"<tr>{self._line('th', self.columns)}</tr>"]
+        for row in rows:
+            swatch = f'<span class="swatch" style="background:{color(row)}"></span>'
+            cells = (html.escape(cell(row)) for cell in self.columns.values())
+            body.append(f"<tr{' class=best' * bold(row)}>{self._line('td', cells, swatch)}</tr>")
+        return "<table>\n" + "\n".join(body) + "\n</table>"
+
+    def _line(self, tag: str, cells: Iterable[str], swatch: str = "") -> str:
+        first = next(iter(self.columns))
+        return "".join(
+            f"<{tag}{' class=text' * (name in self.left)}>{swatch * (name == first)}{cell}</{tag}>"
+            for name, cell in zip(self.columns, cells, strict=True)
+        )
+
+
+def text(value: float | str | None, spec: str = ".4f") -> str:
+    """A number in a table, or the word in its place; a dash if there is neither."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else format(value, spec)
+
+
+def setting(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report says of its runs' common setting, from the facts of one of them (see `RunRecord`)."""
+    config, corpus = facts["config"], facts["corpus"]
+    return {
+        **{name: config["model"][name] for name in ("layers", "heads", "width", "context")},
+        "steps": config["steps"],
+        "batch": config["data"]["batch_size"],
+        "seed": config["seed"],
+        "corpus": corpus["description"],
+        "fingerprint": corpus["fingerprint"],
+        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+    }
+
+
+def save_images(study_dir: Path, panels: Mapping[str, Figure]) -> dict[str, str]:
+    """Writes every panel as PNG, and gives for each the `<img>` that holds it whole."""
+    images = {}
+    for name, figure in panels.items():
+        image = png(figure)
+        write_whole(study_dir / f"{name}.png", image)
+        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        images[name] = f'<img alt="{html.escape(figure.axes[0].get_title(loc="left"))}" src="{source}">'
+    return images
+
+
+def write_page(
+    path: Path,
+    title: str,
+    template: str,
+    words: Mapping[str, Any],
+    parts: Mapping[str, str],
+    notes: Sequence[str],
+) -> None:
+    """Writes a page that refers to nothing outside itself.
+
+    Args:
+      path: of the page.
+      title: in the browser's tab.
+      template: file name of the body beside this module, with a `$name` for every word and part.
+      words: plain values, which are escaped.
+      parts: HTML, which is not.
+      notes: what a reader must know first; the body's `$notes`.
+    """
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    notes_list = f'<ul class="notes">{items}</ul>' if items else ""
+    escaped = {name: html.escape(str(value)) for name, value in words.items()}
+    body = _template(template).substitute(escaped, **parts, notes=notes_list)
+    page = _template("page_template.html").substitute(title=html.escape(title), body=body)
+    write_whole(path, page)
+
+
+def _template(name: str) -> Template:
+    return Template((Path(__file__).parent / name).read_text(encoding="utf-8"))

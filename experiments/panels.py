@@ -1,0 +1,259 @@
+"""Panels: a line per run, named at its right end.
+
+A curve is two arrays of equal length, where and what; values that are not finite are gaps. Panels are small
+so that a page can put them side by side on a desk and one below another on a phone. They are made without
+pyplot: nothing global is touched, and PNG comes from Agg wherever the code runs.
+"""
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+Curve = tuple[np.ndarray, np.ndarray]
+Curves = Mapping[str, Curve]
+Limits = tuple[float, float]
+
+
+class Style(NamedTuple):
+    """How a run is named and drawn, the same in every figure and in the table."""
+
+    label: str
+    color: str
+    marker: str
+    dashes: str = "-"
+
+
+Styles = Mapping[str, Style]
+
+# Colours are Okabe and Ito's, told apart under the usual colour blindnesses; markers tell them apart in grey.
+# Runs without a constraint are dashed.
+_KNOWN = {
+    "adamw": Style("AdamW", "#000000", "o", "--"),
+    "none": Style("unconstrained Muon", "#7f7f7f", "s", "--"),
+    "stiefel": Style("all-Stiefel", "#0072b2", "^"),
+    "dgram": Style("all-DGram", "#d55e00", "v"),
+    "oblique": Style("all-Oblique", "#e69f00", "P"),
+    "hetero": Style("hetero", "#009e73", "D"),
+    "hetero-inv": Style("hetero-inv", "#cc79a7", "X"),
+}
+_SPARE = (("#56b4e9", "h"), ("#8c6d00", "<"), ("#6a3d9a", ">"), ("#a6761d", "p"))
+_DASHES = ("-", ":", "-.", "--")
+
+_RC = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.5,
+}
+_MARKERS_PER_LINE = 7
+_LABEL_GAP = 0.068  # of the axes' height: a line of text at this panel's size
+
+
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """Each run's style, in the order of the table: the paper's runs first, then the others by name.
+
+    Args:
+      names: run names; those that are not of the paper keep their name as label and get the spare colours.
+    """
+    names = set(names)
+    chosen = {name: style for name, style in _KNOWN.items() if name in names}
+    for index, name in enumerate(sorted(names - _KNOWN.keys())):
+        cycle, place = divmod(index, len(_SPARE))
+        color, marker = _SPARE[place]
+        chosen[name] = Style(name, color, marker, _DASHES[cycle % len(_DASHES)])
+    return chosen
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG, without metadata: equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def step_panel(
+    curves: Curves,
+    styles: Styles,
+    title: str,
+    axis: str,
+    *,
+    log: bool | None = None,
+    limits: Limits | None = None,
+    start: float = 0,
+    empty: str = "nothing recorded yet",
+) -> Figure:
+    """One panel over a run's steps, a line per run; `log=None` chooses the scale by the data."""
+    with matplotlib.rc_context(_RC):
+        axes = _axes(title, "step", axis)
+        drawn = _drawn(curves, log)
+        if not drawn:
+            return _blank(axes, empty)
+        end = max(steps[-1] for steps, _ in curves.values() if len(steps))
+        _set_scale(axes, drawn, log)
+        for rank, (name, (steps, values)) in enumerate(drawn.items()):
+            style, every = styles[name], max(1, len(steps) // _MARKERS_PER_LINE)
+            # Markers set apart, so that equal lines do not hide one another's.
+            marks = slice(rank % every, None, every)
+            axes.plot(steps, values, style.dashes, color=style.color, marker=style.marker, markevery=marks)
+        axes.set_xlim(start, max(end, start + 1))
+        if limits is not None:
+            axes.set_ylim(*limits)
+        _label_lines(axes, drawn, styles)
+    return axes.figure
+
+
+def rate_panel(
+    curves: Curves,
+    styles: Styles,
+    title: str,
+    axis: str,
+    *,
+    unstable: Mapping[str, np.ndarray],
+    log: bool | None = None,
+    limits: Limits | None = None,
+    level: tuple[str, float] | None = None,
+) -> Figure:
+    """One panel over learning rates, a line per assignment, with a cross where a run was not stable.
+
+    Args:
+      curves: (rates, ascending, and values); a cross whose value is out of view stands at the edge.
+      styles: of the lines.
+      title: of the panel.
+      axis: what the values are.
+      unstable: for every curve, which of its rates get a cross.
+      log: scale of the values; None chooses by the data.
+      limits: of the values' axis.
+      level: name and height of a horizontal line.
+    """
+    with matplotlib.rc_context(_RC):
+        axes = _axes(title, "Muon's peak learning rate", axis)
+        drawn = _drawn(curves, log)
+        if not drawn:
+            return _blank(axes, "no run has ended yet")
+        _set_scale(axes, drawn, log)
+        axes.set_xscale("log", base=2)
+        for name, (rates, values) in drawn.items():
+            style = styles[name]
+            axes.plot(rates, values, style.dashes, color=style.color, marker=style.marker)
+        if limits is not None:
+            axes.set_ylim(*limits)
+        rates = np.unique(np.concatenate([rates for rates, _ in curves.values()]))
+        axes.set_xlim(rates[0] / 2**0.5, rates[-1] * 2**0.5)
+        axes.set_xticks(rates[::2], [f"{rate:g}" for rate in rates[::2]])
+        if level is not None:
+            axes.axhline(level[1], color="#666666", lw=0.8, ls=":")
+            axes.annotate(
+                level[0], (0.02, level[1]), xycoords=("axes fraction", "data"), size=8, color="#666666"
+            )
+        low, high = axes.get_ylim()
+        for name, (rates, values) in curves.items():
+            crossed = unstable[name]
+            heights = np.clip(np.where(np.isfinite(values), values, high), low, high)[crossed]
+            color = styles[name].color
+            axes.plot(rates[crossed], heights, "x", color=color, ms=9, mew=2, clip_on=False, zorder=3)
+        _label_lines(axes, drawn, styles)
+    return axes.figure
+
+
+def _axes(title: str, x: str, y: str) -> Axes:
+    axes = Figure(figsize=(5.6, 3.8)).add_axes((0.145, 0.13, 0.565, 0.78))
+    axes.set(title=title, xlabel=x, ylabel=y)
+    return axes
+
+
+def _blank(axes: Axes, message: str) -> Figure:
+    axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", color="#666666")
+    axes.set(xticks=[], yticks=[])
+    return axes.figure
+
+
+def _drawn(curves: Curves, log: bool | None) -> Curves:
+    """The curves that have anything to draw."""
+    drawn = {name: _drawable(curve, positive=bool(log)) for name, curve in curves.items()}
+    return {name: curve for name, curve in drawn.items() if np.isfinite(curve[1]).any()}
+
+
+def _drawable(curve: Curve, *, positive: bool) -> Curve:
+    steps, values = curve
+    keep = np.isfinite(values) & ((values > 0) if positive else True)
+    return steps, np.where(keep, values, np.nan)
+
+
+def _set_scale(axes: Axes, curves: Curves, log: bool | None) -> None:
+    values = np.concatenate([values[np.isfinite(values)] for _, values in curves.values()])
+    low, high = float(values.min()), float(values.max())
+    if log is None:
+        log = low > 0 and high > 20 * low
+    if not log:
+        if low == high == 0:
+            axes.set_ylim(0, 1)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    # At least a decade in view: rounding noise should look like it.
+    margin = max(1.3, (10 * low / high) ** 0.5)
+    axes.set_ylim(low / margin, high * margin)
+    if high < 1e3 * low:  # under three decades, powers of ten alone would leave the axis nearly bare
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _label_lines(axes: Axes, curves: Curves, styles: Styles) -> None:
+    """Names each line right of the axes, joined to its last point; an arrow marks one that left the view."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = {}
+    for name, (steps, values) in curves.items():
+        last = np.flatnonzero(np.isfinite(values))[-1]
+        ends[name] = to_axes.transform((steps[last], values[last]))
+    order = sorted(ends, key=lambda name: ends[name][1])
+    heights = _spread(np.clip([ends[name][1] for name in order], 0, 1))
+    for name, height in zip(order, heights, strict=True):
+        (x, y), style = ends[name], styles[name]
+        inside = 0 <= x and 0 <= y <= 1
+        if inside:
+            leader = ":" if x < 0.99 else "-"
+            axes.plot(
+                (x, 1.035),
+                (y, height),
+                leader,
+                color=style.color,
+                lw=0.8,
+                transform=axes.transAxes,
+                clip_on=False,
+            )
+        arrow = "" if inside else "\u2191 " if y > 1 else "\u2193 " if y < 0 else "\u2190 "
+        axes.text(
+            1.05,
+            height,
+            arrow + _short(style.label),
+            color=style.color,
+            size=9,
+            va="center",
+            transform=axes.transAxes,
+        )
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 20 else label[:19] + "\u2026"
+
+
+def _spread(heights: np.ndarray) -> np.ndarray:
+    """Ascending heights in [0, 1] moved apart to at least the label gap, each group about its own middle."""
+    offsets = _LABEL_GAP * np.arange(len(heights))
+    # Pushing up from below and down from above both keep the gap, so their mean does.
+    up = np.maximum.accumulate(heights - offsets)
+    down = np.minimum.accumulate((heights - offsets)[::-1])[::-1]
+    return np.maximum(np.minimum((up + down) / 2, 0.97 - offsets[-1]), 0) + offsets
