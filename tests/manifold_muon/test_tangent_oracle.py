@@ -134,7 +134,7 @@ def test_scales_and_measures_by_hand():
     # H_12 = H_21 = <a_1, w_2> = 3, over |w_1| |w_2| = 6; n = 2.
     np.testing.assert_allclose(oracle.tangency_error(a, w, "dgram"), np.sqrt(2) * 0.5 / 2)
     assert oracle.tangency_error(a, w, "oblique") == 0.0
-    # The tangent part moves w_1 by 9/13 less, 4/13 e2, and w_2 by -6/13 e1.
+    # A - 2 W L with L_12 = L_21 = 3 / 26.
     np.testing.assert_allclose(
         oracle.make_feasible(a, w, oracle.constrained_entries("dgram", 2)),
         [[0.0, -6 / 13], [4 / 13, 0.0], [0.0, 0.0]],
