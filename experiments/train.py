@@ -54,7 +54,8 @@ def init_state(config: Run, optimizer: optax.GradientTransformation) -> TrainSta
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def _mean_loss(model: GPT2, params: Any, tokens: Array, dropout_key: Array | None = None) -> Array:
+def mean_loss(model: GPT2, params: Any, tokens: Array, dropout_key: Array | None = None) -> Array:
+    """Cross entropy (nats a token) of tokens (B, T + 1): each of the last T, given those before it."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     logits = model.apply({"params": params}, tokens[:, :-1], deterministic=rngs is None, rngs=rngs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -68,7 +69,7 @@ def make_train_step(
     The state's buffers are donated. The gradient is the mean over `config.data.accumulation`
     micro-batches, computed one after the other.
     """
-    loss_and_gradient = jax.value_and_grad(functools.partial(_mean_loss, GPT2(config.model)))
+    loss_and_gradient = jax.value_and_grad(functools.partial(mean_loss, GPT2(config.model)))
     schedule = learning_rate_schedule(config)
     count = config.data.accumulation
 
@@ -106,8 +107,8 @@ def make_evaluation(config: Run, corpus: Corpus) -> Callable[[Any], dict[str, An
     # In micro-batches, as in training, since a whole batch's logits may not fit.
     batches = batches.reshape(-1, config.data.batch_size // config.data.accumulation, batches.shape[-1])
     batches, sequences = jax.device_put((batches, sequences))
-    mean_loss, probe = functools.partial(_mean_loss, GPT2(config.model)), make_probe(config)
-    evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: mean_loss(params, x), batches).mean())
+    loss, probe = functools.partial(mean_loss, GPT2(config.model)), make_probe(config)
+    evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: loss(params, x), batches).mean())
     return lambda params: jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
 
 

@@ -145,7 +145,7 @@ def test_micro_batches_drop_different_units():
     half = a_batch()[:2]
     together = sgd_step(DROPPING, np.concatenate([half, half]))[1].loss
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), 2)
-    mean_loss = jax.jit(functools.partial(training._mean_loss, GPT2(DROPPING.model)))
+    mean_loss = jax.jit(functools.partial(training.mean_loss, GPT2(DROPPING.model)))
     alone = [mean_loss(initial_params(), half, key) for key in keys]
     assert alone[0] != alone[1]
     np.testing.assert_allclose(together, np.mean(alone), rtol=1e-6)
@@ -266,7 +266,7 @@ def test_non_finite_loss_ends_the_run_at_its_first_step(tmp_path):
 
 
 def test_non_finite_gradient_under_a_finite_loss_ends_the_run(tmp_path, monkeypatch):
-    mean_loss, train_batches = training._mean_loss, training.train_batches
+    mean_loss, train_batches = training.mean_loss, training.train_batches
 
     def batches(*arguments, **settings):
         for step, tokens in enumerate(train_batches(*arguments, **settings), 1):
@@ -278,7 +278,7 @@ def test_non_finite_gradient_under_a_finite_loss_ends_the_run(tmp_path, monkeypa
         return mean_loss(model, params, tokens, *key) + jnp.sqrt(zero)
 
     monkeypatch.setattr(training, "train_batches", batches)
-    monkeypatch.setattr(training, "_mean_loss", loss)
+    monkeypatch.setattr(training, "mean_loss", loss)
     result = train(CONFIG, tmp_path, corpus=make_corpus(), progress=False)
     assert (result.status, result.step) == ("non-finite", 6)
     assert "gradient_norm is nan at update 6" in result.reason
