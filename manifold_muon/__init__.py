@@ -8,22 +8,28 @@ from manifold_muon.assignments import (
     assign,
     named_assignment,
 )
-from manifold_muon.dual_ascent import DualAscent, Solver
+from manifold_muon.dual_ascent import DualAscent
+from manifold_muon.gram_solver import GramSolver
 from manifold_muon.manifolds import DGram, Manifold, Oblique, Stiefel, Unconstrained
+from manifold_muon.optimizer import manifold_muon
 from manifold_muon.projection import constraint_violations, project_params
+from manifold_muon.solvers import Solution, Solver
 from manifold_muon.stacking import from_tall, to_tall
-from manifold_muon.transforms import ManifoldMuonState, manifold_muon, retract, scale_by_manifold_muon
+from manifold_muon.transforms import Diagnostics, ManifoldMuonState, retract, scale_by_manifold_muon
 
 __all__ = [
     "ASSIGNMENTS",
     "Assigned",
     "Assignment",
     "DGram",
+    "Diagnostics",
     "DimensionNumbers",
     "DualAscent",
+    "GramSolver",
     "Manifold",
     "ManifoldMuonState",
     "Oblique",
+    "Solution",
     "Solver",
     "Stiefel",
     "Unconstrained",

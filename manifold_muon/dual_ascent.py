@@ -2,21 +2,15 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from manifold_muon.manifolds import Manifold, Unconstrained, matmul
+from manifold_muon.solvers import Solution
 from spectral import msign
-
-
-class Solver(Protocol):
-    """Approximates the steepest tangent direction of spectral norm 1; see `DualAscent.__call__`."""
-
-    def __call__(
-        self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
-    ) -> Float[Array, "*batch m n"]: ...
 
 
 @dataclass(frozen=True)
@@ -50,22 +44,32 @@ class DualAscent:
         if self.msign_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"msign_dtype must be float32 or bfloat16, got {self.msign_dtype!r}")
 
+    def init(self, shape: tuple[int, ...], manifold: Manifold) -> None:
+        """No warm start: the reference begins anew at every step."""
+        del shape, manifold
+
     @partial(jax.jit, static_argnames=("self", "manifold"))
     def __call__(
-        self, g: Float[Array, "*batch m n"], w: Float[Array, "*batch m n"], manifold: Manifold
-    ) -> Float[Array, "*batch m n"]:
+        self,
+        g: Float[Array, "*batch m n"],
+        w: Float[Array, "*batch m n"],
+        manifold: Manifold,
+        dual: None = None,
+    ) -> Solution:
         """The direction A.
 
         Args:
           g: gradients or momenta, tall (m >= n).
           w: points of the manifold at radius 1, of the same shape.
           manifold: which constraint.
+          dual: not used.
 
         Returns:
-          A, of g's shape, with spectral norm 1 (up to the matrix sign's accuracy): W - eta A descends.
+          A, of spectral norm 1 (up to the matrix sign's accuracy); its gap is not known.
         """
+        del dual
         if isinstance(manifold, Unconstrained):
-            return self._msign(g)
+            return self._solution(self._msign(g), 0)
         project = manifold.project_symmetric
         dual = -0.25 * project(_symmetric_product(w, g))
 
@@ -76,7 +80,11 @@ class DualAscent:
 
         # The K-th update of the dual variable would not be used.
         dual = jax.lax.fori_loop(0, self.iterations - 1, body, dual)
-        return self._msign(g + 2 * matmul(w, dual))
+        return self._solution(self._msign(g + 2 * matmul(w, dual)), self.iterations)
+
+    def _solution(self, a: Array, iterations: int) -> Solution:
+        zero = 0 * a[..., 0, 0]
+        return Solution(a, None, zero.astype(jnp.int32) + iterations, zero + jnp.nan)
 
     def _msign(self, x: Array) -> Array:
         dtype = None if self.msign_dtype == "float32" else self.msign_dtype
@@ -86,6 +94,3 @@ class DualAscent:
 def _symmetric_product(w: Array, a: Array) -> Array:
     product = matmul(w.mT, a)
     return product + product.mT
-
-
-SOLVERS: dict[str, Solver] = {"dual_ascent": DualAscent()}

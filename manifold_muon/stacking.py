@@ -1,14 +1,15 @@
 """From parameters of any layout to batches of tall matrices and back: one solver call per shape."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-from manifold_muon.dual_ascent import Solver
-from manifold_muon.manifolds import Manifold
+from manifold_muon.sharing import AxisName, over_devices, replicated
 from spectral import KERNEL, fans, from_matrices, to_matrices
 
 
@@ -34,33 +35,38 @@ def from_tall(
     return from_matrices(tall.mT if fan_out >= fan_in else tall, shape, dimension_numbers)
 
 
-def solve_stacked(
-    solver: Solver,
-    g: Sequence[Float[Array, "_ _ _"]],
-    w: Sequence[Float[Array, "_ _ _"]],
-    manifolds: Sequence[Manifold],
-) -> list[Float[Array, "_ _ _"]]:
-    """The solver's directions, matrices of one shape and manifold in one batched call.
+def map_stacked(
+    function: Callable[..., Any],
+    keys: Sequence[Hashable],
+    *columns: Sequence[Float[Array, "_ ..."]],
+    axis_name: AxisName | None = None,
+) -> list[Any]:
+    """`function(key, *members)`, where members of one shape and key are stacked into one batched call.
 
     Args:
-      solver: finds the directions of one batch.
-      g: batches of tall gradients.
-      w: batches of tall points at radius 1, of the same shapes.
-      manifolds: one a batch, at radius 1.
+      function: of a key and one stack for each column; gives a pytree of stacks.
+      keys: one a member.
+      columns: each a list with one batch (batch, ...) a member; a row's batches have one size. None in a
+        column means that there is no such argument for all of that member's group.
+      axis_name: see `over_devices`.
 
     Returns:
-      Directions, one batch for each in g.
+      The results, one a member.
     """
     groups = defaultdict(list)
-    for index, (w_i, manifold) in enumerate(zip(w, manifolds, strict=True)):
-        groups[w_i.shape[1:], manifold].append(index)
-    directions: dict[int, Array] = {}
-    for (_, manifold), members in groups.items():
-        a = solver(
-            jnp.concatenate([g[i] for i in members]), jnp.concatenate([w[i] for i in members]), manifold
-        )
+    for index, key in enumerate(keys):
+        groups[key, columns[0][index].shape[1:]].append(index)
+    results: list[Any] = [None] * len(keys)
+    for (key, _), members in groups.items():
+        stacks = [
+            jnp.concatenate([replicated(column[i]) for i in members])
+            for column in columns
+            if column[members[0]] is not None
+        ]
+        result = over_devices(lambda *stacks, key=key: function(key, *stacks), *stacks, axis_name=axis_name)
         start = 0
         for i in members:
-            directions[i] = a[start : start + len(w[i])]
-            start += len(w[i])
-    return [directions[i] for i in range(len(w))]
+            size = len(columns[0][i])
+            results[i] = jax.tree.map(lambda x, start=start, size=size: x[start : start + size], result)
+            start += size
+    return results

@@ -1,33 +1,46 @@
 """Manifold Muon as optax gradient transformations."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from manifold_muon.assignments import (
     Assigned,
     Assignment,
     DimensionNumbers,
-    assign,
     assign_part,
-    map_assigned,
 )
-from manifold_muon.dual_ascent import SOLVERS, Solver
-from manifold_muon.manifolds import Unconstrained
-from manifold_muon.stacking import from_tall, solve_stacked, to_tall
+from manifold_muon.dual_ascent import DualAscent
+from manifold_muon.gram_solver import GramSolver
+from manifold_muon.manifolds import Manifold
+from manifold_muon.sharing import AxisName, sharded_like
+from manifold_muon.solvers import Solution, Solver
+from manifold_muon.stacking import from_tall, map_stacked, to_tall
 from spectral import KERNEL
+from spectral.dimensions import axes
 from spectral.paths import map_named, named_leaves
 
 
+class Diagnostics(NamedTuple):
+    """How the last solution of one parameter's matrices was found; one number for each matrix."""
+
+    iterations: Int[Array, "*batch"]
+    gap: Float[Array, "*batch"]
+    """Relative duality gap: the step reaches at least (1 - gap) of the steepest one; NaN if not known."""
+
+
 class ManifoldMuonState(NamedTuple):
-    """Momentum b = momentum * b + g."""
+    """Momentum b = momentum * b + g, and what the solver keeps."""
 
     mu: optax.Updates
+    dual: Any
+    """For each parameter the solver's warm start (*batch, n, n), or None where it has none."""
+    diagnostics: Any
+    """For each parameter its `Diagnostics`."""
 
 
 def scale_by_manifold_muon(
@@ -36,15 +49,17 @@ def scale_by_manifold_muon(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    solver: str | Solver = "dual_ascent",
+    solver: str | Solver = "gram",
+    tolerance: float | None = None,
+    axis_name: AxisName | None = None,
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Turn gradients into steep directions that are tangent to each weight's manifold.
 
     With b = momentum * b + g and G = g + momentum * b (b itself where nesterov is off), every matrix W gets
-    the solver's approximation of the direction A of largest <G, A>, with ||A||_2 <= 1 (times the radius),
-    among those tangent at W. The default solver is the paper's; `DualAscent` says what it misses. The
-    weights must lie on their manifolds (`project_params`), and `retract` must stand last in the chain:
+    the direction A of largest <G, A>, to the solver's tolerance, with ||A||_2 <= 1 (times the radius), among
+    those tangent at W. The weights must lie on their manifolds (`project_params`), and `retract` must stand
+    last in the chain:
 
         optax.chain(scale_by_manifold_muon(a), optax.scale_by_learning_rate(0.02), retract(a))
 
@@ -55,7 +70,11 @@ def scale_by_manifold_muon(
         matrices are treated one by one.
       momentum: decay of the momentum.
       nesterov: use the Nesterov direction.
-      solver: of the tangent step: `dual_ascent`, or a `Solver` with other settings.
+      solver: of the tangent step: `gram` (exact to a tolerance), `dual_ascent` (the paper's), or a `Solver`
+        with other settings, such as `GramSolver(max_iterations=...)`.
+      tolerance: of the gram solver, the relative duality gap at which a matrix is done; None is 1e-2.
+      axis_name: a mapped axis (`pmap`, `shard_map`) over which parameters are replicated and the solver's
+        work is to be shared. Under `jit` it is shared over the parameters' mesh, if they live on one.
       mu_dtype: dtype of the momentum; None is the parameters' own.
 
     Returns:
@@ -67,11 +86,20 @@ def scale_by_manifold_muon(
 
     Source: arXiv:2606.13276, the step of Manifold Muon.
     """
-    solve = _solver(solver)
+    solve = _solver(solver, tolerance)
 
     def init(params: optax.Params) -> ManifoldMuonState:
-        _assign_all(params, assignment, dimension_numbers)
-        return ManifoldMuonState(optax.tree.zeros_like(params, dtype=mu_dtype))
+        assigned = _assign_all(params, assignment, dimension_numbers)
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+
+        def dual(name: str, leaf: Array) -> Array | None:
+            return solve.init(_tall_shape(leaf, assigned[name]), assigned[name].manifold.with_radius(1.0))
+
+        def diagnostics(name: str, leaf: Array) -> Diagnostics:
+            batch = _tall_shape(leaf, assigned[name])[:-2]
+            return Diagnostics(jnp.zeros(batch, jnp.int32), jnp.full(batch, jnp.nan, jnp.float32))
+
+        return ManifoldMuonState(mu, map_named(dual, params), map_named(diagnostics, params))
 
     def update(
         updates: optax.Updates, state: ManifoldMuonState, params: optax.Params | None = None
@@ -80,30 +108,63 @@ def scale_by_manifold_muon(
         assigned = _assign_all(params, assignment, dimension_numbers)
         mu = jax.tree.map(lambda b, g: momentum * b + g, state.mu, updates)
         g = jax.tree.map(lambda b, g: g + momentum * b, mu, updates) if nesterov else mu
-        directions = _directions(solve, g, params, assigned)
-        return directions, ManifoldMuonState(optax.tree.cast_like(mu, state.mu))
+        directions, dual, diagnostics = _solve(solve, g, params, state, assigned, axis_name)
+        return directions, ManifoldMuonState(optax.tree.cast_like(mu, state.mu), dual, diagnostics)
 
     return optax.GradientTransformation(init, update)
 
 
-def _directions(solve: Solver, g: Any, params: Any, assigned: dict[str, Assigned]) -> Any:
+def _tall_shape(leaf: Array, assigned: Assigned) -> tuple[int, ...]:
+    """(*batch, m, n) of a parameter's tall matrices, with its batch axes as they are."""
+    batch, _, _ = axes(jnp.shape(leaf), assigned.dimension_numbers)
+    tall = jax.eval_shape(lambda x: to_tall(x, assigned.dimension_numbers), leaf)
+    return (*(jnp.shape(leaf)[axis] for axis in batch), *tall.shape[1:])
+
+
+def _solve(
+    solve: Solver,
+    g: Any,
+    params: Any,
+    state: ManifoldMuonState,
+    assigned: dict[str, Assigned],
+    axis_name: AxisName | None,
+) -> tuple[Any, Any, Any]:
+    """Directions, duals and diagnostics, each a tree like params."""
     specs = [assigned[name] for name, _ in named_leaves(params)]
     g_leaves, treedef = jax.tree.flatten(g)
-    w_leaves = jax.tree.leaves(params)
-    a = solve_stacked(
-        solve,
-        [to_tall(g_i, spec.dimension_numbers) for g_i, spec in zip(g_leaves, specs, strict=True)],
-        [to_tall(w, spec.dimension_numbers) / spec.radius for w, spec in zip(w_leaves, specs, strict=True)],
+    w_leaves, old_duals = treedef.flatten_up_to(params), treedef.flatten_up_to(state.dual)
+    old_diagnostics = treedef.flatten_up_to(state.diagnostics)
+
+    def solve_group(manifold: Manifold, g: Array, w: Array, dual: Array | None = None) -> Solution:
+        return solve(g, w, manifold, dual)
+
+    solutions = map_stacked(
+        solve_group,
         [spec.manifold.with_radius(1.0) for spec in specs],
+        [to_tall(x, spec.dimension_numbers) for x, spec in zip(g_leaves, specs, strict=True)],
+        [to_tall(w, spec.dimension_numbers) / spec.radius for w, spec in zip(w_leaves, specs, strict=True)],
+        [None if dual is None else dual.reshape(-1, *dual.shape[-2:]) for dual in old_duals],
+        axis_name=axis_name,
     )
-    return treedef.unflatten(
-        from_tall(spec.radius * a_i, g_i.shape, spec.dimension_numbers).astype(g_i.dtype)
-        for a_i, g_i, spec in zip(a, g_leaves, specs, strict=True)
-    )
+
+    def like(new: Array, old: Array) -> Array:
+        return sharded_like(new.reshape(old.shape).astype(old.dtype), old)
+
+    directions, duals, diagnostics = [], [], []
+    for i, (solution, spec) in enumerate(zip(solutions, specs, strict=True)):
+        a = from_tall(spec.radius * solution.direction, g_leaves[i].shape, spec.dimension_numbers)
+        directions.append(sharded_like(a, g_leaves[i]).astype(g_leaves[i].dtype))
+        duals.append(None if old_duals[i] is None else like(solution.dual, old_duals[i]))
+        found = Diagnostics(solution.iterations, solution.gap)
+        diagnostics.append(jax.tree.map(like, found, old_diagnostics[i]))
+    return treedef.unflatten(directions), treedef.unflatten(duals), treedef.unflatten(diagnostics)
 
 
 def retract(
-    assignment: Assignment, dimension_numbers: DimensionNumbers = KERNEL
+    assignment: Assignment,
+    dimension_numbers: DimensionNumbers = KERNEL,
+    *,
+    axis_name: AxisName | None = None,
 ) -> optax.GradientTransformation:
     """Change updates so that the weights end on their manifolds; the last of a chain, after any optimiser.
 
@@ -113,6 +174,7 @@ def retract(
     Args:
       assignment: glob pattern on paths -> manifold; other parameters' updates pass through.
       dimension_numbers: input and output axes, for all or by pattern; other axes are batch axes.
+      axis_name: as in `scale_by_manifold_muon`.
 
     Returns:
       A stateless optax gradient transformation, whose `update` needs params. Its updates have the wider of
@@ -126,99 +188,34 @@ def retract(
         assign_part(params, assignment, dimension_numbers)
         return optax.EmptyState()
 
-    def leaf(assigned: Assigned, update: Array, weight: Array) -> Array:
-        dims = assigned.dimension_numbers
-        moved = assigned.manifold.retract(to_tall(weight, dims) + to_tall(update, dims))
-        change = from_tall(moved, weight.shape, dims) - weight
-        return change.astype(jnp.promote_types(update.dtype, weight.dtype))
-
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         _require_params(params, "retract")
         assigned = assign_part(params, assignment, dimension_numbers)
-        return map_assigned(leaf, assigned, updates, params), state
+        leaves: dict[str, tuple[Array, Array]] = {}
+        map_named(lambda name, *pair: leaves.setdefault(name, pair), updates, params)
+        specs = assigned.values()
+        tall = [
+            sum(to_tall(x, spec.dimension_numbers) for x in leaves[name]) for name, spec in assigned.items()
+        ]
+        moved = map_stacked(_retract_stack, [spec.manifold for spec in specs], tall, axis_name=axis_name)
+        moved = dict(zip(assigned, moved, strict=True))
+
+        def change(name: str, update: Array, weight: Array) -> Array:
+            if name not in assigned:
+                return update
+            new = from_tall(moved[name], weight.shape, assigned[name].dimension_numbers)
+            difference = sharded_like(new, weight) - weight
+            return difference.astype(jnp.promote_types(update.dtype, weight.dtype))
+
+        return map_named(change, updates, params), state
 
     return optax.GradientTransformation(init, update)
 
 
-def manifold_muon(
-    learning_rate: optax.ScalarOrSchedule,
-    assignment: Assignment,
-    dimension_numbers: DimensionNumbers = KERNEL,
-    *,
-    adam_learning_rate: optax.ScalarOrSchedule,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    solver: str | Solver = "dual_ascent",
-    weight_decay: float = 0.0,
-    mu_dtype: DTypeLike | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.95,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
-    adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
-) -> optax.GradientTransformation:
-    """Manifold Muon for the assigned matrices, AdamW for every other parameter.
-
-    Start from `project_params(params, assignment)`. The rate is the spectral norm of a step relative to
-    the manifold's radius; the paper's is 0.02.
-
-    Args:
-      learning_rate: Muon's, a number or a schedule.
-      assignment: glob pattern on paths -> manifold, such as `named_assignment("hetero")`.
-      dimension_numbers: input and output axes, for all or by pattern; other axes are batch axes.
-      adam_learning_rate: AdamW's, a number or a schedule.
-      momentum, nesterov, solver, mu_dtype: see `scale_by_manifold_muon`.
-      weight_decay: decoupled decay of the matrices on `Unconstrained`; the manifolds bound the others.
-      adam_b1, adam_b2, adam_eps: AdamW's moments.
-      adam_weight_decay, adam_weight_decay_mask: AdamW's decay, and what it is applied to (a tree of
-        bools or a function of params, as in `optax.adamw`).
-
-    Returns:
-      An optax gradient transformation, whose `update` needs params. `optax.inject_hyperparams` takes any
-      callable for a schedule: name those that are none
-      (a Solver, a dtype, a mask function) in its `static_args`.
-
-    Raises:
-      ValueError: at init, when the assignment does not fit the parameters (see `assign`).
-
-    Source: arXiv:2606.13276.
-    """
-
-    def unconstrained(params: optax.Params) -> Any:
-        assigned = assign_part(params, assignment, dimension_numbers)
-        return map_named(lambda name, _: isinstance(assigned[name].manifold, Unconstrained), params)
-
-    def labels(params: optax.Params) -> Any:
-        assigned = assign(params, assignment, dimension_numbers)
-        return map_named(lambda name, _: "manifold_muon" if name in assigned else "adamw", params)
-
-    muon = optax.chain(
-        scale_by_manifold_muon(
-            assignment,
-            dimension_numbers,
-            momentum=momentum,
-            nesterov=nesterov,
-            solver=solver,
-            mu_dtype=mu_dtype,
-        ),
-        optax.add_decayed_weights(weight_decay, unconstrained),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    adamw = optax.adamw(
-        adam_learning_rate,
-        adam_b1,
-        adam_b2,
-        adam_eps,
-        mu_dtype=mu_dtype,
-        weight_decay=adam_weight_decay,
-        mask=adam_weight_decay_mask,
-    )
-    return optax.chain(
-        optax.partition({"manifold_muon": muon, "adamw": adamw}, labels),
-        retract(assignment, dimension_numbers),
-    )
+def _retract_stack(manifold: Manifold, w: Array) -> Array:
+    return manifold.retract(w)
 
 
 def _assign_all(
@@ -235,14 +232,18 @@ def _assign_all(
     return assigned
 
 
-def _solver(solver: str | Solver) -> Solver:
-    if callable(solver):
-        return solver
-    if not isinstance(solver, str):
-        raise TypeError(f"solver must be a name or a Solver such as DualAscent(), got {solver!r}")
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}: choose {', '.join(SOLVERS)}, or pass a Solver")
-    return SOLVERS[solver]
+def _solver(solver: str | Solver, tolerance: float | None) -> Solver:
+    if tolerance is not None and solver != "gram":
+        raise ValueError(f"tolerance is for solver='gram'; give {solver!r} its own settings instead")
+    if solver == "gram":
+        return GramSolver() if tolerance is None else GramSolver(tolerance=tolerance)
+    if solver == "dual_ascent":
+        return DualAscent()
+    if isinstance(solver, str):
+        raise ValueError(f"unknown solver {solver!r}: choose gram or dual_ascent, or pass a Solver")
+    if not callable(solver):
+        raise TypeError(f"solver must be a name or a Solver such as GramSolver(), got {solver!r}")
+    return solver
 
 
 def _require_params(params: Any, name: str) -> None:

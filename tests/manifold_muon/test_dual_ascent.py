@@ -17,6 +17,7 @@ from manifold_muon import (
     DualAscent,
     Manifold,
     Oblique,
+    Solution,
     Stiefel,
     Unconstrained,
     manifold_muon,
@@ -29,7 +30,7 @@ MANIFOLDS = {"stiefel": Stiefel(), "dgram": DGram(), "oblique": Oblique(), "unco
 
 @partial(jax.jit, static_argnums=(0, 3))
 def solve(solver: DualAscent, g: jax.Array, w: jax.Array, manifold: Manifold) -> jax.Array:
-    return solver(g, w, manifold)
+    return solver(g, w, manifold).direction
 
 
 def polar(x: np.ndarray) -> np.ndarray:
@@ -199,9 +200,13 @@ def test_dual_ascent_checks_its_other_settings(settings, message):
 class MuonSolver:
     """The constant quintic in 5 steps, as in optax, through the library's Solver protocol."""
 
-    def __call__(self, g: jax.Array, w: jax.Array, manifold: Manifold) -> jax.Array:
+    def init(self, shape: tuple[int, ...], manifold: Manifold) -> None:
+        return None
+
+    def __call__(self, g: jax.Array, w: jax.Array, manifold: Manifold, dual: None = None) -> Solution:
         assert isinstance(manifold, Unconstrained)
-        return msign(g, method="muon", steps=5)
+        none = jnp.zeros(g.shape[:-2])
+        return Solution(msign(g, method="muon", steps=5), None, none.astype(jnp.int32), none)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -248,7 +253,7 @@ def test_unconstrained_is_optaxs_muon(weight_decay):
 def test_unconstrained_direction_is_the_matrix_sign():
     """Not of the gradient but of its Nesterov momentum: at the first step the same."""
     g = np.random.default_rng(12).normal(size=(2, 9, 6)).astype(np.float32)
-    optimizer = scale_by_manifold_muon({"*": Unconstrained()})
+    optimizer = scale_by_manifold_muon({"*": Unconstrained()}, solver="dual_ascent")
     params = {"w": jnp.zeros((2, 9, 6))}
     updates, _ = optimizer.update({"w": g}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["w"], polar(g), atol=1e-5)

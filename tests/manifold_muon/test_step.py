@@ -268,6 +268,6 @@ def test_directions(name):
     """The first direction alone, not scaled down by the learning rate."""
     manifold, reference = MANIFOLDS[name]
     params, gradients, runs = solved_problem(name, reference, 1.0)
-    optimizer = scale_by_manifold_muon({"*": manifold}, momentum=MOMENTUM)
+    optimizer = scale_by_manifold_muon({"*": manifold}, momentum=MOMENTUM, solver="dual_ascent")
     _, updates = library_run(optimizer, params, gradients[:1])
     assert largest_error(updates, runs, "directions") < ATOL

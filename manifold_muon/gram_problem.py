@@ -1,0 +1,170 @@
+"""The tangent step of one matrix, in n x n Gram space as far as possible.
+
+With M = G + 2 W L for a dual variable L = P(L), S = G^T W, K = G^T G and D = W^T W:
+
+    M^T M = K + 2 (S L + L S^T) + 4 L D L,  A = M R,  W^T A = (S^T + 2 D L) R,  R = (M^T M + eps^2 I)^{-1/2}
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from manifold_muon.inverse_roots import Backend, InverseRoot, Svd, times_vector
+from manifold_muon.manifolds import DGram, Manifold, Stiefel, matmul
+from manifold_muon.unit_ball import into_ball, squared_norm
+
+_NORM_ITERATIONS = 10
+_INNER_STEPS = 8
+_INNER_TOLERANCE = 3e-2
+"""Of the inner solve, on the square of the preconditioned residual's norm."""
+
+
+class Problem(NamedTuple):
+    """max <G, A> over tangent A with ||A||_2 <= 1, for a G whose RMS singular value is 1 (or G = 0)."""
+
+    g: Float[Array, "m n"]
+    w: Float[Array, "m n"]
+    gram_g: Float[Array, "n n"]
+    """K."""
+    cross: Float[Array, "n n"]
+    """S."""
+    gram_w: Float[Array, "n n"] | Float[Array, " n"]
+    """D; its diagonal alone on manifolds with orthogonal columns."""
+    sums: Float[Array, "n n"]
+    """D_ii + D_jj."""
+
+    @classmethod
+    def create(cls, g: Float[Array, "m n"], w: Float[Array, "m n"], manifold: Manifold) -> "Problem":
+        diagonal = jnp.sum(w * w, axis=0)
+        orthogonal = isinstance(manifold, (Stiefel, DGram))
+        return cls(
+            g,
+            w,
+            matmul(g.mT, g),
+            matmul(g.mT, w),
+            diagonal if orthogonal else matmul(w.mT, w),
+            diagonal[:, None] + diagonal,
+        )
+
+    def first_dual(self, manifold: Manifold) -> Float[Array, "n n"]:
+        """The L of the tangent part of G: exact for a square Stiefel W."""
+        return -manifold.project_symmetric((self.cross + self.cross.mT) / (2 * self.sums))
+
+    def times_gram_w(self, x: Array) -> Array:
+        """D x."""
+        return self.gram_w[:, None] * x if self.gram_w.ndim == 1 else matmul(self.gram_w, x)
+
+
+class Evaluation(NamedTuple):
+    """What is known at one L."""
+
+    dual: Float[Array, "n n"]
+    root: InverseRoot
+    residual: Float[Array, "n n"]
+    """H = P(W^T A + A^T W), which is zero at the solution."""
+    correction: Float[Array, "n n"]
+    """C: A - W C is tangent."""
+    lower: Float[Array, ""]
+    """<G, A - W C> / max(1, ||A - W C||_2): a value that is reached."""
+    vector: Float[Array, " n"]
+    """Leading right singular vector of A - W C, the next evaluation's start."""
+
+
+def evaluate(
+    problem: Problem,
+    manifold: Manifold,
+    backend: Backend | Svd,
+    dual: Float[Array, "n n"],
+    damping: Float[Array, ""],
+    vector: Float[Array, " n"],
+) -> Evaluation:
+    """The damped direction at a dual variable, made tangent, and the bounds that it gives."""
+    d_dual = problem.times_gram_w(dual)
+    if isinstance(backend, Svd):
+        a, inverse = backend.direction(problem.g + 2 * matmul(problem.w, dual), damping)
+        w_a, g_a = matmul(problem.w.mT, a), jnp.sum(problem.g * a)
+    else:
+        half = 2 * matmul(problem.cross + d_dual.mT, dual)
+        gram = problem.gram_g + half + half.mT
+        inverse = backend.inverse_root(gram, damping)
+        w_a = matmul(problem.cross.mT + 2 * d_dual, inverse.root)
+        g_a = jnp.sum(gram * inverse.root) - 2 * jnp.sum(dual * w_a)  # tr(M^T A) - 2 tr(L W^T A)
+    residual = manifold.project_symmetric(w_a + w_a.mT)
+    correction = residual / problem.sums
+
+    def tangent_gram(v: Array) -> Array:
+        # (A - W C)^T (A - W C) = A^T A - B^T C - C B + C D C with B = W^T A.
+        if isinstance(backend, Svd):
+            a_v = times_vector(a.mT, times_vector(a, v))
+        else:
+            a_v = backend.times_direction_gram(inverse, gram, v)
+        c_v = times_vector(correction, v)
+        d_c_v = problem.gram_w * c_v if problem.gram_w.ndim == 1 else times_vector(problem.gram_w, c_v)
+        return a_v - times_vector(w_a.mT, c_v) + times_vector(correction, d_c_v - times_vector(w_a, v))
+
+    square, vector = squared_norm(tangent_gram, vector, _NORM_ITERATIONS)
+    lower = (g_a - jnp.sum(problem.cross * correction)) / jnp.sqrt(jnp.maximum(square, 1))
+    return Evaluation(dual, inverse, residual, correction, lower, vector)
+
+
+def direction(
+    problem: Problem, manifold: Manifold, backend: Backend | Svd, at: Evaluation
+) -> Float[Array, "m n"]:
+    """A - W C in m x n, scaled into the unit ball."""
+    if isinstance(backend, Svd):
+        sigma, values, vectors = at.root.factors
+        m = problem.g + 2 * matmul(problem.w, at.dual)
+        unit_left = matmul(m, vectors) / jnp.where(values > 0, values, 1)
+        a = matmul(unit_left * (values / sigma), vectors.mT) - matmul(problem.w, at.correction)
+    else:
+        change = 2 * matmul(at.dual, at.root.root) - at.correction
+        a = matmul(problem.g, at.root.root) + matmul(problem.w, change)
+    return into_ball(a, at.vector)
+
+
+def reweighted_step(
+    problem: Problem, manifold: Manifold, backend: Backend | Svd, at: Evaluation, early_stopping: bool
+) -> Float[Array, "n n"]:
+    """The change of L that solves P(2 (D dL R + R dL D)) = -H with the weights R held fixed.
+
+    Iteratively reweighted least squares for ||G + 2 W L||_*. On Stiefel it is a Lyapunov equation; elsewhere
+    conjugate gradients, for which that equation's solution, sides scaled by D^{-1/4}, is the preconditioner.
+    """
+    root, factors = at.root.root, at.root.factors
+    if isinstance(manifold, Stiefel):
+        return -0.5 * backend.lyapunov(factors, at.residual)
+    scale = (0.5 * jnp.diagonal(problem.sums)) ** -0.25
+    scales = scale[:, None] * scale
+
+    def operator(x: Array) -> Array:
+        product = matmul(problem.times_gram_w(x), root)
+        return 2 * manifold.project_symmetric(product + product.mT)
+
+    def precondition(x: Array) -> Array:
+        return 0.5 * manifold.project_symmetric(scales * backend.lyapunov(factors, scales * x))
+
+    z = precondition(-at.residual)
+    start = (0, jnp.zeros_like(z), -at.residual, z, jnp.sum(-at.residual * z))
+
+    def step(carry: tuple) -> tuple:
+        count, x, rest, direction, energy = carry
+        image = operator(direction)
+        length = _ratio(energy, jnp.sum(direction * image))
+        x, rest = x + length * direction, rest - length * image
+        z = precondition(rest)
+        new_energy = jnp.sum(rest * z)
+        return count + 1, x, rest, z + _ratio(new_energy, energy) * direction, new_energy
+
+    if not early_stopping:
+        return jax.lax.fori_loop(0, _INNER_STEPS // 2, lambda _, carry: step(carry), start)[1]
+
+    def unsolved(carry: tuple) -> Array:
+        return (carry[0] < _INNER_STEPS) & (carry[-1] > _INNER_TOLERANCE * start[-1])
+
+    return jax.lax.while_loop(unsolved, step, start)[1]
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

@@ -1,0 +1,215 @@
+"""The default solver of the tangent step: reweighted least squares on the dual, in n x n Gram space."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from manifold_muon.anderson import Anderson
+from manifold_muon.gram_problem import Evaluation, Problem, direction, evaluate, reweighted_step
+from manifold_muon.inverse_roots import Backend, Eigh, Products, Svd
+from manifold_muon.manifolds import Manifold, Stiefel, Unconstrained
+from manifold_muon.solvers import Solution
+from spectral import msign
+from spectral.matrix_functions import unit
+
+Method = Literal["auto", "eigh", "products", "svd"]
+
+_MEMORY = 4
+_FIRST_LEVEL = 1e-2
+_FINER = 3.0
+"""The damping follows the gap down in steps of at least this factor."""
+_TIGHT = 5e-3
+"""Below this tolerance the rounding of a Gram matrix shows in the direction."""
+_NEGLIGIBLE = 1e-3
+"""An optimum below this share of n times g's RMS singular value counts as zero."""
+
+
+@dataclass(frozen=True)
+class GramSolver:
+    """The direction A of `max_A <G, A>`, `||A||_2 <= 1`, `P(A^T W + W^T A) = 0`, to a relative gap.
+
+    The dual, `min_L ||G + 2 W L||_*` over L = P(L), is solved by iteratively reweighted least squares with
+    Anderson acceleration. All of it happens on n x n matrices, so that m costs nothing but the first and
+    last products, and is invariant to G's scale. It stops when
+
+        1 - <G, A> / ||G + 2 W L||_* <= tolerance
+
+    for the best feasible A and the lowest upper bound so far. A is the damped matrix sign
+    M (M^T M + eps^2 I)^{-1/2} of M = G + 2 W L, made tangent and scaled into the unit ball: damped, since M
+    is often singular (LayerNorm makes the all-ones vector a null direction of G) and the sign of a null
+    direction is noise that the projection would pay for.
+
+    On a square Stiefel W, and with no constraint, L is known in closed form: no iterations.
+    """
+
+    tolerance: float = 1e-2
+    """Relative duality gap at which a matrix is done. Below 5e-3 the products are too inexact for steep
+    spectra: use `method="eigh"` there."""
+    max_iterations: int = 30
+    """Iterations after which the best direction so far is taken."""
+    early_stopping: bool = True
+    """Stop at the tolerance (`while_loop`). If not, all of `max_iterations` are made (`fori_loop`), which
+    reverse-mode differentiation and a step of constant cost need."""
+    method: Method = "auto"
+    """`eigh` (one matrix after the other), `products` (matrix products alone, batched), or `auto`: `eigh`
+    on CPUs and `products` on GPUs and TPUs. `eigh` has no useful derivative at repeated eigenvalues."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance is a relative gap between 0 and 1, got {self.tolerance}")
+        if self.max_iterations < 0:
+            raise ValueError(f"max_iterations must not be negative, got {self.max_iterations}")
+        if self.method not in get_args(Method):
+            raise ValueError(f"unknown method {self.method!r}: choose {', '.join(get_args(Method))}")
+
+    def init(self, shape: tuple[int, ...], manifold: Manifold) -> Float[Array, "*batch n n"] | None:
+        """Zeros, which stand for no warm start; None where the dual is known in closed form."""
+        if _closed_form(shape, manifold):
+            return None
+        return jnp.zeros((*shape[:-2], shape[-1], shape[-1]), jnp.float32)
+
+    @partial(jax.jit, static_argnames=("self", "manifold"))
+    def __call__(
+        self,
+        g: Float[Array, "*batch m n"],
+        w: Float[Array, "*batch m n"],
+        manifold: Manifold,
+        dual: Float[Array, "*batch n n"] | None = None,
+    ) -> Solution:
+        """The direction for each matrix of the batch.
+
+        Args:
+          g: gradients or momenta, tall (m >= n), at any scale.
+          w: points of the manifold at radius 1, of the same shape.
+          manifold: which constraint.
+          dual: the last solution's, for a warm start; zeros or None start cold.
+
+        Returns:
+          The solution. Each matrix is solved on its own, whatever else is in the batch.
+        """
+        batch, (m, n) = g.shape[:-2], g.shape[-2:]
+        if isinstance(manifold, Unconstrained):
+            return _plain_muon(g)
+        if dual is None:
+            dual = jnp.zeros((*batch, n, n), g.dtype) + 0 * g[..., :n, :]
+        flat = (g.reshape(-1, m, n), w.reshape(-1, m, n), dual.astype(g.dtype).reshape(-1, n, n))
+
+        def by(backend: Backend | Svd, one_by_one: bool) -> Solution:
+            solve = partial(self._solve, manifold=manifold, backend=backend)
+            if one_by_one:
+                return jax.lax.map(lambda arguments: solve(*arguments), flat)
+            return jax.vmap(solve)(*flat)
+
+        ways = {
+            "eigh": partial(by, Eigh(), one_by_one=True),
+            "products": partial(by, Products(), one_by_one=False),
+            "svd": partial(by, Svd(), one_by_one=True),
+        }
+        if self.method != "auto":
+            solution = ways[self.method]()
+        elif self.tolerance < _TIGHT:
+            solution = ways["svd"]()
+        else:
+            solution = jax.lax.platform_dependent(cpu=ways["eigh"], default=ways["products"])
+        solution = Solution(*(x.reshape(*batch, *x.shape[1:]) for x in solution))
+        return solution._replace(dual=None) if _closed_form(g.shape, manifold) else solution
+
+    def _solve(
+        self,
+        g: Float[Array, "m n"],
+        w: Float[Array, "m n"],
+        dual: Array,
+        manifold: Manifold,
+        backend: Backend | Svd,
+    ) -> Solution:
+        """One matrix."""
+        with jax.named_scope("gram"):
+            g = _normalized(g)
+            problem = Problem.create(g, w, manifold)
+        search = self._search(problem, manifold, backend, dual, closed_form=_closed_form(g.shape, manifold))
+        with jax.named_scope("direction"):
+            a = direction(problem, manifold, backend, search.best)
+        return Solution(a, search.at.dual, search.iterations, search.gap)
+
+    def _search(
+        self, problem: Problem, manifold: Manifold, backend: Backend | Svd, dual: Array, closed_form: bool
+    ) -> "_Search":
+        cold = problem.first_dual(manifold)
+        if not closed_form:
+            cold = jnp.where(jnp.any(dual != 0), dual, cold)
+        level = jnp.asarray(self.tolerance if closed_form else max(self.tolerance, _FIRST_LEVEL), cold.dtype)
+        with jax.named_scope("evaluate"):
+            # A fixed Gaussian start: a constant vector is orthogonal to the rows of a centred G.
+            vector = jax.random.normal(jax.random.key(0), cold.shape[:1], cold.dtype) + 0 * cold[0]
+            first = evaluate(problem, manifold, backend, cold, 2 * level, vector)
+        zero = 0 * first.lower
+        memory = Anderson.create(_MEMORY, first.dual)
+        start = (first, first, first.root.nuclear, memory, level + zero, zero.astype(jnp.int32))
+        search = _Search(*start)
+        if closed_form or self.max_iterations == 0:
+            return search
+        advance = partial(self._advance, problem, manifold, backend)
+        if not self.early_stopping:
+            return jax.lax.fori_loop(0, self.max_iterations, lambda _, search: advance(search), search)
+
+        def unfinished(search: _Search) -> Array:
+            return (search.iterations < self.max_iterations) & (search.gap > self.tolerance)
+
+        return jax.lax.while_loop(unfinished, advance, search)
+
+    def _advance(
+        self, problem: Problem, manifold: Manifold, backend: Backend | Svd, search: "_Search"
+    ) -> "_Search":
+        at = search.at
+        with jax.named_scope("step"):
+            step = reweighted_step(problem, manifold, backend, at, self.early_stopping)
+        with jax.named_scope("anderson"):
+            dual, memory = search.memory(at.dual, step)
+            dual = manifold.project_symmetric((dual + dual.mT) / 2)
+        target = jnp.maximum(search.gap, self.tolerance)
+        finer = (target < search.level / _FINER) | ((target == self.tolerance) & (target < search.level))
+        level = jnp.where(finer, target, search.level)
+        with jax.named_scope("evaluate"):
+            new = evaluate(problem, manifold, backend, dual, 2 * level, at.vector)
+        return search.moved(new, memory.forget(finer), level)
+
+
+class _Search(NamedTuple):
+    """Where the outer iteration is, and the best that it has seen."""
+
+    at: Evaluation
+    best: Evaluation
+    upper: Float[Array, ""]
+    memory: Anderson
+    level: Float[Array, ""]
+    iterations: Int[Array, ""]
+
+    @property
+    def gap(self) -> Float[Array, ""]:
+        n = len(self.at.vector)
+        return jnp.maximum(self.upper - self.best.lower, 0) / jnp.maximum(self.upper, _NEGLIGIBLE * n)
+
+    def moved(self, at: Evaluation, memory: Anderson, level: Array) -> "_Search":
+        better = at.lower > self.best.lower
+        best = jax.tree.map(lambda new, old: jnp.where(better, new, old), at, self.best)
+        upper = jnp.minimum(self.upper, at.root.nuclear)
+        return _Search(at, best, upper, memory, level, self.iterations + 1)
+
+
+def _closed_form(shape: tuple[int, ...], manifold: Manifold) -> bool:
+    square_stiefel = isinstance(manifold, Stiefel) and shape[-2] == shape[-1]
+    return square_stiefel or isinstance(manifold, Unconstrained)
+
+
+def _normalized(g: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """g with RMS singular value 1; zero stays zero."""
+    return unit(g.reshape(-1)).reshape(g.shape) * jnp.sqrt(jnp.asarray(g.shape[-1], g.dtype))
+
+
+def _plain_muon(g: Float[Array, "*batch m n"]) -> Solution:
+    zero = 0 * g[..., 0, 0]
+    return Solution(msign(g), None, zero.astype(jnp.int32), zero)

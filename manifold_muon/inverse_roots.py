@@ -1,0 +1,208 @@
+"""The inverse square root R = (M^T M + eps^2 I)^{-1/2}, and R X + X R = H, three ways.
+
+`Eigh` decomposes the Gram matrix M^T M. `Products` needs matrix products alone, which is what GPUs and TPUs
+are fast at. `Svd` decomposes M itself: dearer by far, but squaring loses half of the digits.
+All functions take one matrix; batches come by `vmap` or `lax.map`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from manifold_muon.manifolds import matmul
+from spectral.matrix_functions import polar_express_coefficients
+
+_NOISE = 3e-4
+"""Least damping, in units of g's RMS singular value: the root of float32's rounding in a Gram matrix."""
+
+
+class InverseRoot(NamedTuple):
+    """R and what was found on the way to it."""
+
+    root: Float[Array, "n n"]
+    """R, damped."""
+    nuclear: Float[Array, ""]
+    """||M||_* = tr (M^T M)^{1/2}, not damped."""
+    factors: tuple[Array, ...]
+    """What `lyapunov` of the same backend needs."""
+
+
+class Backend(Protocol):
+    """One way from the Gram matrix to R."""
+
+    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
+        """R of M^T M, with eps = `damping` times the mean (or RMS) singular value of M."""
+        ...
+
+    def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
+        """X of R X + X R = H, exactly or nearly; H is symmetric."""
+        ...
+
+    def times_direction_gram(
+        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
+    ) -> Float[Array, " n"]:
+        """A^T A v for A = M R."""
+        ...
+
+
+# One matrix at a time: two batched LAPACK calls at once can hang XLA's CPU thread pool (see spectral.svd).
+@jax.custom_batching.sequential_vmap
+def _eigh(x: Array) -> tuple[Array, Array]:
+    return tuple(jnp.linalg.eigh(x, symmetrize_input=False))
+
+
+@jax.custom_batching.sequential_vmap
+def _svd(x: Array) -> tuple[Array, Array, Array]:
+    return tuple(jnp.linalg.svd(x, full_matrices=False))
+
+
+class _Spectral:
+    """R and its Lyapunov equation from M's singular values and right singular vectors."""
+
+    def _inverse_root(self, values: Array, vectors: Array, damping: Array) -> InverseRoot:
+        nuclear = jnp.sum(values)
+        epsilon = jnp.maximum(damping * nuclear / len(values), _NOISE)
+        sigma = jnp.sqrt(values**2 + epsilon**2)
+        return InverseRoot(matmul(vectors / sigma, vectors.mT), nuclear, (sigma, values, vectors))
+
+    def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
+        sigma, _, vectors = factors
+        weights = sigma[:, None] * sigma / (sigma[:, None] + sigma)
+        inner = weights * matmul(vectors.mT, matmul(h, vectors))
+        return matmul(vectors, matmul(inner, vectors.mT))
+
+
+@dataclass(frozen=True)
+class Eigh(_Spectral):
+    """By an eigendecomposition: exact to the rounding of the Gram matrix."""
+
+    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
+        values, vectors = _eigh(gram)
+        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping)
+
+    def times_direction_gram(
+        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
+    ) -> Float[Array, " n"]:
+        # Not R (M^T M (R v)), in which rounding is amplified by 1 / eps^2.
+        sigma, values, vectors = inverse.factors
+        return times_vector(vectors, (values / sigma) ** 2 * times_vector(vectors.mT, v))
+
+
+@dataclass(frozen=True)
+class Svd(_Spectral):
+    """By a singular value decomposition of M: exact to M's own rounding."""
+
+    def direction(self, m: Float[Array, "m n"], damping: Float[Array, ""]) -> tuple[Array, InverseRoot]:
+        """A = M R and R."""
+        left, values, right = _svd(m)
+        inverse = self._inverse_root(values, right.mT, damping)
+        return matmul(left * (values / inverse.factors[0]), right), inverse
+
+
+@dataclass(frozen=True)
+class Products:
+    """By Polar Express polynomials of the Gram matrix, in n x n.
+
+    With G_0 = (M^T M + eps^2 I) / top, the singular values of M Q_k go to 1 as in the full-space iteration:
+
+        H_k = a I + b G_k + c G_k^2,  Q_{k+1} = Q_k H_k,  G_{k+1} = H_k G_k H_k
+
+    The weights 1 / (r_i + r_j) of the Lyapunov equation are fitted by sums of products of the G_k and their
+    squares, of low rank: X ~ sum_r F_r H F_r, within a third of the true weights on [lower, 1].
+    """
+
+    steps: int = 6
+    lower: float = 2e-3
+    """Smallest singular value, relative to the largest, that the polynomials are made for."""
+    rank: int = 4
+
+    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
+        identity = jnp.eye(len(gram), dtype=gram.dtype) + 0 * gram
+        epsilon = jnp.maximum(0.5 * damping * jnp.sqrt(jnp.trace(gram) / len(gram)), _NOISE)
+        shifted = gram + epsilon**2 * identity
+        square = matmul(shifted, shifted)
+        # ||N^2||_F^{1/2} = (sum s^8)^{1/4} bounds the largest eigenvalue s^2 of N, within n^{1/4} of it.
+        top = 1.01 * jnp.sqrt(jnp.linalg.norm(square))
+        coefficients, weights = _design(self.steps, self.lower, self.rank)
+        coefficients, weights = jnp.asarray(coefficients, gram.dtype), jnp.asarray(weights, gram.dtype)
+
+        def feature(total: Array, weight: Array, matrix: Array) -> Array:
+            return total + weight[:, None, None] * matrix
+
+        def polynomial(gram: Array, square: Array, triple: Array) -> Array:
+            return triple[0] * identity + triple[1] * gram + triple[2] * square
+
+        def step(carry: tuple[Array, Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple, None]:
+            gram, product, factors = carry
+            triple, weight = inputs
+            square = matmul(gram, gram)
+            factors = feature(feature(factors, weight[0], gram), weight[1], square)
+            h = polynomial(gram, square, triple)
+            # All of these commute, so their products are symmetric; rounding must not undo it.
+            next_gram = _symmetric(matmul(matmul(h, gram), h))
+            return (next_gram, _symmetric(matmul(product, h)), factors), None
+
+        factors = weights[0, 0][:, None, None] * identity
+        carry = (shifted / top, identity, factors)
+        (last, product, factors), _ = jax.lax.scan(step, carry, (coefficients[:-1], weights[1:-1]))
+        square = matmul(last, last)
+        factors = feature(feature(factors, weights[-1, 0], last), weights[-1, 1], square)
+        root = _symmetric(matmul(product, polynomial(last, square, coefficients[-1]))) / jnp.sqrt(top)
+        return InverseRoot(root, _nuclear(gram, root), (factors * jnp.sqrt(jnp.sqrt(top)),))
+
+    def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
+        (f,) = factors
+        return jnp.sum(matmul(matmul(f, h), f), axis=0)
+
+    def times_direction_gram(
+        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
+    ) -> Float[Array, " n"]:
+        return times_vector(inverse.root, times_vector(gram, times_vector(inverse.root, v)))
+
+
+def times_vector(matrix: Float[Array, "m n"], v: Float[Array, " n"]) -> Float[Array, " m"]:
+    """The product, in full precision on every platform."""
+    return jnp.sum(matrix * v, axis=-1)
+
+
+def _symmetric(x: Array) -> Array:
+    return (x + x.mT) / 2
+
+
+def _nuclear(gram: Array, root: Array) -> Array:
+    """tr (M^T M)^{1/2} from an R near (M^T M)^{-1/2}, to third order in I - R M^T M R.
+
+    With x = s r near 1 for a singular value s: s ~ s (15 x - 10 x^3 + 3 x^5) / 8.
+    """
+    modulus = matmul(gram, root)  # s x
+    unit = matmul(root, modulus)  # x^2
+    cubic, quintic = jnp.sum(modulus * unit), jnp.sum(matmul(modulus, unit) * unit)
+    return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8
+
+
+@lru_cache
+def _design(steps: int, lower: float, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Polynomial coefficients, and weights (steps + 1, 2, rank) of I, G_k and G_k^2 in each factor F_r.
+
+    s t / (s + t), divided by sqrt(s t) so that all scales count alike, is projected on the span of the
+    features (1, G_k, G_k^2)(s) times those of t; the projection's largest eigenvectors are the factors.
+    """
+    coefficients = polar_express_coefficients(steps, lower)
+    s = np.geomspace(lower / 2, 1, 100)
+    features, x = [np.ones_like(s), np.zeros_like(s)], s
+    for a, b, c in coefficients:
+        features += [x**2, x**4]
+        x = x * (a + b * x**2 + c * x**4)
+    scaled = np.stack(features, axis=1) / np.sqrt(s)[:, None]
+    target = np.sqrt(s[:, None] * s) / (s[:, None] + s)
+    left, size, right = np.linalg.svd(scaled, full_matrices=False)
+    kept = size > 1e-3 * size[0]  # directions that would need large, cancelling weights
+    left, back = left[:, kept], right[kept].T / size[kept]
+    values, vectors = np.linalg.eigh(left.T @ target @ left)
+    weights = back @ (vectors[:, -rank:] * np.sqrt(values[-rank:]))
+    return np.asarray(coefficients), weights.reshape(steps + 1, 2, rank)

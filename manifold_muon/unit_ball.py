@@ -1,0 +1,48 @@
+"""The spectral norm of matrices that are nearly in the unit ball, cheaply and without decompositions."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from spectral.matrix_functions import unit
+
+
+def squared_norm(
+    apply: Callable[[Array], Array], vector: Float[Array, " n"], iterations: int
+) -> tuple[Float[Array, ""], Float[Array, " n"]]:
+    """Largest eigenvalue of a positive semidefinite B = A^T A where it is above 1, by a Chebyshev filter.
+
+    T_k(2 B - I) leaves the eigenvalues in [0, 1], which are many, as they are, and lets those above 1 grow
+    as cosh(k acosh(2 b - 1)): at b = 1.01, 16 steps do what 300 steps of power iteration do.
+
+    Args:
+      apply: v -> B v.
+      vector: where to start; the result of an earlier call is better than a random one.
+      iterations: k.
+
+    Returns:
+      A lower bound on the eigenvalue, close if it is above 1 (else some number up to 1), and its vector.
+    """
+
+    def step(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        previous, v = carry
+        return v, 2 * (2 * apply(v) - v) - previous
+
+    v = unit(vector)
+    _, v = jax.lax.fori_loop(1, iterations, step, (v, 2 * apply(v) - v))
+    v = unit(v)
+    return jnp.sum(v * apply(v)), v
+
+
+def into_ball(
+    a: Float[Array, "m n"], vector: Float[Array, " n"], iterations: int = 16
+) -> Float[Array, "m n"]:
+    """a divided by max(1, ||a||_2); `vector` is near its leading right singular vector."""
+
+    def apply(v: Array) -> Array:
+        return jnp.sum(a * jnp.sum(a * v, axis=-1, keepdims=True), axis=0)
+
+    square, _ = squared_norm(apply, vector, iterations)
+    return a / jnp.sqrt(jnp.maximum(square, 1))
