@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-peers lint format clean
+.PHONY: help demo study test test-slow test-peers lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,10 @@ study: $(VENV)/.experiments ## The same with three times the steps; its result s
 	$(BIN)/python -m experiments manifolds --preset tiny
 
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -m "not peers"
+	$(BIN)/python -m pytest -m "not peers and not slow"
+
+test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole run (an hour)
+	$(BIN)/python -m pytest -m slow
 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(BIN)/python -m pytest -m peers
