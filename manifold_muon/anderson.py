@@ -3,7 +3,7 @@
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from manifold_muon.manifolds import matmul
 
@@ -11,46 +11,56 @@ _RIDGE = 1e-6
 
 
 class Anderson(NamedTuple):
-    """The last iterates and their steps; empty places hold zeros and count for nothing."""
+    """The last iterates' differences, in a ring; empty places count for nothing."""
 
-    iterates: Float[Array, "memory n n"]
-    steps: Float[Array, "memory n n"]
+    step: Float[Array, "n n"]
+    """f at the last iterate."""
+    image: Float[Array, "n n"]
+    """x + f there."""
+    d_step: Float[Array, "memory n n"]
+    """Differences of consecutive f."""
+    d_image: Float[Array, "memory n n"]
+    """Differences of consecutive x + f."""
+    gram: Float[Array, "memory memory"]
+    """Inner products of the d_step."""
     filled: Bool[Array, " memory"]
+    count: Int[Array, ""]
+    """Iterates seen since the memory was empty."""
 
     @classmethod
     def create(cls, memory: int, x: Float[Array, "n n"]) -> Self:
-        zeros = jnp.zeros((memory, *x.shape), x.dtype) + 0 * x
-        return cls(zeros, zeros, jnp.zeros(memory, bool) & (zeros[:, 0, 0] != 0))
+        # Made from x, so that over a mapped axis it varies as x does.
+        zero, ring = 0 * x, jnp.zeros((memory, *x.shape), x.dtype) + 0 * x
+        gram = ring[:, :1, 0] * jnp.zeros(memory, x.dtype)
+        return cls(zero, zero, ring, ring, gram, gram[0] != 0, (0 * x[0, 0]).astype(jnp.int32))
 
     def forget(self, when: Bool[Array, ""]) -> Self:
         """The empty memory where `when` holds: the iteration's map has changed."""
-        return self._replace(filled=self.filled & ~when)
+        return self._replace(filled=self.filled & ~when, count=jnp.where(when, 0, self.count))
 
     def __call__(self, x: Float[Array, "n n"], step: Float[Array, "n n"]) -> tuple[Array, Self]:
         """The next iterate, and the memory with this one in it.
 
-        x + f - (dX + dF) c, where c minimises ||f - dF c||^2 + ridge ||c||^2 over the differences to
-        the remembered iterates, each divided by the norm of its dF.
+        x + f - (dX + dF) c, where c minimises ||f - dF c||^2 + ridge ||c||^2, each difference divided by the
+        norm of its dF.
 
         Source: Walker, Ni, "Anderson acceleration for fixed-point iterations", 2011.
         """
-        mask = self.filled[:, None, None]
-        d_step = jnp.where(mask, step - self.steps, 0)
-        d_x = jnp.where(mask, x - self.iterates, 0)
-        size = jnp.sqrt(jnp.sum(d_step**2, axis=(-2, -1), keepdims=True))
-        size = jnp.where(size > 0, size, 1)
-        d_step, d_x = d_step / size, d_x / size
-        memory = len(self.filled)
+        memory, image = len(self.filled), x + step
+        # The first iterate has no difference; its place is taken by the second's.
+        slot = jnp.maximum(self.count - 1, 0) % memory
+        d_step = self.d_step.at[slot].set(step - self.step)
+        d_image = self.d_image.at[slot].set(image - self.image)
+        filled = self.filled.at[slot].set(self.count > 0)
         rows = d_step.reshape(memory, -1)
-        normal = matmul(rows, rows.mT) + _RIDGE * jnp.eye(memory, dtype=x.dtype)
-        c = solve_spd(normal, matmul(rows, step.reshape(-1)))
-        mixed = x + step - jnp.sum(c[:, None, None] * (d_x + d_step), axis=0)
-        new = Anderson(
-            jnp.concatenate([x[None], self.iterates[:-1]]),
-            jnp.concatenate([step[None], self.steps[:-1]]),
-            jnp.concatenate([jnp.ones_like(self.filled[:1]), self.filled[:-1]]),
-        )
-        return mixed, new
+        inner = matmul(rows, rows[slot])
+        gram = self.gram.at[slot].set(inner).at[:, slot].set(inner)
+        size = jnp.sqrt(jnp.diagonal(gram))
+        scale = jnp.where(filled & (size > 0), 1 / jnp.where(size > 0, size, 1), 0)
+        normal = scale[:, None] * gram * scale + _RIDGE * jnp.eye(memory, dtype=x.dtype)
+        c = scale * solve_spd(normal, scale * matmul(rows, step.reshape(-1)))
+        mixed = image - matmul(c, d_image.reshape(memory, -1)).reshape(x.shape)
+        return mixed, Anderson(step, image, d_step, d_image, gram, filled, self.count + 1)
 
 
 def solve_spd(a: Float[Array, "k k"], b: Float[Array, " k"]) -> Float[Array, " k"]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from manifold_muon.inverse_roots import Backend, InverseRoot, Svd, times_vector
+from manifold_muon.inverse_roots import Backend, InverseRoot, Svd
 from manifold_muon.manifolds import DGram, Manifold, Stiefel, matmul
 from manifold_muon.unit_ball import into_ball, squared_norm
 
@@ -97,12 +97,12 @@ def evaluate(
     def tangent_gram(v: Array) -> Array:
         # (A - W C)^T (A - W C) = A^T A - B^T C - C B + C D C with B = W^T A.
         if isinstance(backend, Svd):
-            a_v = times_vector(a.mT, times_vector(a, v))
+            a_v = matmul(matmul(a, v), a)
         else:
             a_v = backend.times_direction_gram(inverse, gram, v)
-        c_v = times_vector(correction, v)
-        d_c_v = problem.gram_w * c_v if problem.gram_w.ndim == 1 else times_vector(problem.gram_w, c_v)
-        return a_v - times_vector(w_a.mT, c_v) + times_vector(correction, d_c_v - times_vector(w_a, v))
+        c_v = matmul(correction, v)
+        d_c_v = problem.gram_w * c_v if problem.gram_w.ndim == 1 else matmul(problem.gram_w, c_v)
+        return a_v - matmul(c_v, w_a) + matmul(correction, d_c_v - matmul(w_a, v))
 
     square, vector = squared_norm(tangent_gram, vector, _NORM_ITERATIONS)
     lower = (g_a - jnp.sum(problem.cross * correction)) / jnp.sqrt(jnp.maximum(square, 1))

@@ -90,7 +90,7 @@ class Eigh(_Spectral):
     ) -> Float[Array, " n"]:
         # Not R (M^T M (R v)), in which rounding is amplified by 1 / eps^2.
         sigma, values, vectors = inverse.factors
-        return times_vector(vectors, (values / sigma) ** 2 * times_vector(vectors.mT, v))
+        return matmul(vectors, (values / sigma) ** 2 * matmul(v, vectors))
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,7 @@ class Products:
     def times_direction_gram(
         self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
     ) -> Float[Array, " n"]:
-        return times_vector(inverse.root, times_vector(gram, times_vector(inverse.root, v)))
-
-
-def times_vector(matrix: Float[Array, "m n"], v: Float[Array, " n"]) -> Float[Array, " m"]:
-    """The product, in full precision on every platform."""
-    return jnp.sum(matrix * v, axis=-1)
+        return matmul(inverse.root, matmul(gram, matmul(inverse.root, v)))
 
 
 def _symmetric(x: Array) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from manifold_muon.assignments import (
     Assigned,
@@ -18,7 +18,7 @@ from manifold_muon.dual_ascent import DualAscent
 from manifold_muon.gram_solver import GramSolver
 from manifold_muon.manifolds import Manifold
 from manifold_muon.sharing import AxisName, sharded_like
-from manifold_muon.solvers import Solution, Solver
+from manifold_muon.solvers import Solver
 from manifold_muon.stacking import from_tall, map_stacked, to_tall
 from spectral import KERNEL
 from spectral.dimensions import axes
@@ -26,10 +26,10 @@ from spectral.paths import map_named, named_leaves
 
 
 class Diagnostics(NamedTuple):
-    """How the last solution of one parameter's matrices was found; one number for each matrix."""
+    """How the last step was found: trees like params, with one number for each matrix of a parameter."""
 
-    iterations: Int[Array, "*batch"]
-    gap: Float[Array, "*batch"]
+    iterations: Any
+    gap: Any
     """Relative duality gap: the step reaches at least (1 - gap) of the steepest one; NaN if not known."""
 
 
@@ -38,9 +38,8 @@ class ManifoldMuonState(NamedTuple):
 
     mu: optax.Updates
     dual: Any
-    """For each parameter the solver's warm start (*batch, n, n), or None where it has none."""
-    diagnostics: Any
-    """For each parameter its `Diagnostics`."""
+    """The solver's warm starts: a tree like params of (*batch, n, n), or (*batch, 0, 0) where it has none."""
+    diagnostics: Diagnostics
 
 
 def scale_by_manifold_muon(
@@ -92,14 +91,18 @@ def scale_by_manifold_muon(
         assigned = _assign_all(params, assignment, dimension_numbers)
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
 
-        def dual(name: str, leaf: Array) -> Array | None:
-            return solve.init(_tall_shape(leaf, assigned[name]), assigned[name].manifold.with_radius(1.0))
+        def dual(name: str, leaf: Array) -> Array:
+            shape = _tall_shape(leaf, assigned[name])
+            start = solve.init(shape, assigned[name].manifold.with_radius(1.0))
+            return jnp.zeros((*shape[:-2], 0, 0), jnp.float32) if start is None else start
 
-        def diagnostics(name: str, leaf: Array) -> Diagnostics:
-            batch = _tall_shape(leaf, assigned[name])[:-2]
-            return Diagnostics(jnp.zeros(batch, jnp.int32), jnp.full(batch, jnp.nan, jnp.float32))
+        def per_matrix(value: float, dtype: DTypeLike) -> Any:
+            return map_named(
+                lambda name, leaf: jnp.full(_tall_shape(leaf, assigned[name])[:-2], value, dtype), params
+            )
 
-        return ManifoldMuonState(mu, map_named(dual, params), map_named(diagnostics, params))
+        diagnostics = Diagnostics(per_matrix(0, jnp.int32), per_matrix(jnp.nan, jnp.float32))
+        return ManifoldMuonState(mu, map_named(dual, params), diagnostics)
 
     def update(
         updates: optax.Updates, state: ManifoldMuonState, params: optax.Params | None = None
@@ -128,36 +131,40 @@ def _solve(
     state: ManifoldMuonState,
     assigned: dict[str, Assigned],
     axis_name: AxisName | None,
-) -> tuple[Any, Any, Any]:
-    """Directions, duals and diagnostics, each a tree like params."""
+) -> tuple[Any, Any, Diagnostics]:
+    """Directions, duals and diagnostics."""
     specs = [assigned[name] for name, _ in named_leaves(params)]
     g_leaves, treedef = jax.tree.flatten(g)
-    w_leaves, old_duals = treedef.flatten_up_to(params), treedef.flatten_up_to(state.dual)
-    old_diagnostics = treedef.flatten_up_to(state.diagnostics)
-
-    def solve_group(manifold: Manifold, g: Array, w: Array, dual: Array | None = None) -> Solution:
-        return solve(g, w, manifold, dual)
-
+    w_leaves, duals, iterations, gaps = (
+        jax.tree.leaves(tree) for tree in (params, state.dual, *state.diagnostics)
+    )
     solutions = map_stacked(
-        solve_group,
+        lambda manifold, g, w, dual=None: solve(g, w, manifold, dual),
         [spec.manifold.with_radius(1.0) for spec in specs],
         [to_tall(x, spec.dimension_numbers) for x, spec in zip(g_leaves, specs, strict=True)],
         [to_tall(w, spec.dimension_numbers) / spec.radius for w, spec in zip(w_leaves, specs, strict=True)],
-        [None if dual is None else dual.reshape(-1, *dual.shape[-2:]) for dual in old_duals],
+        [_as_stack(dual) if dual.size else None for dual in duals],
         axis_name=axis_name,
     )
 
-    def like(new: Array, old: Array) -> Array:
-        return sharded_like(new.reshape(old.shape).astype(old.dtype), old)
+    def like(new: list[Array], old: list[Array]) -> Any:
+        return treedef.unflatten(
+            sharded_like(x.reshape(y.shape).astype(y.dtype), y) for x, y in zip(new, old, strict=True)
+        )
 
-    directions, duals, diagnostics = [], [], []
-    for i, (solution, spec) in enumerate(zip(solutions, specs, strict=True)):
-        a = from_tall(spec.radius * solution.direction, g_leaves[i].shape, spec.dimension_numbers)
-        directions.append(sharded_like(a, g_leaves[i]).astype(g_leaves[i].dtype))
-        duals.append(None if old_duals[i] is None else like(solution.dual, old_duals[i]))
-        found = Diagnostics(solution.iterations, solution.gap)
-        diagnostics.append(jax.tree.map(like, found, old_diagnostics[i]))
-    return treedef.unflatten(directions), treedef.unflatten(duals), treedef.unflatten(diagnostics)
+    directions = [
+        from_tall(spec.radius * solution.direction, g_i.shape, spec.dimension_numbers)
+        for solution, g_i, spec in zip(solutions, g_leaves, specs, strict=True)
+    ]
+    new_duals = [x.dual if dual.size else dual for x, dual in zip(solutions, duals, strict=True)]
+    diagnostics = Diagnostics(
+        like([x.iterations for x in solutions], iterations), like([x.gap for x in solutions], gaps)
+    )
+    return like(directions, g_leaves), like(new_duals, duals), diagnostics
+
+
+def _as_stack(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[-2:])
 
 
 def retract(
