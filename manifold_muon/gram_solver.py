@@ -49,7 +49,7 @@ class GramSolver:
     tolerance: float = 1e-2
     """Relative duality gap at which a matrix is done. Below 5e-3 the products are too inexact for steep
     spectra: use `method="eigh"` there."""
-    max_iterations: int = 30
+    max_iterations: int = 16
     """Iterations after which the best direction so far is taken."""
     early_stopping: bool = True
     """Stop at the tolerance (`while_loop`). If not, all of `max_iterations` are made (`fori_loop`), which
