@@ -11,9 +11,9 @@ from typing import Literal, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spectral import msign, target_norm
+from spectral import polar_retraction, target_norm
 from spectral.matrix_functions import svd, unit
-from spectral.products import matmul
+from spectral.products import matmul, symmetric_product
 
 Radius = float | Literal["spectral"]
 Tall = Float[Array, "*batch m n"]
@@ -62,8 +62,7 @@ class _WithRadius(Manifold):
     """Columns' norm; `spectral` is sqrt(fan_out / fan_in), which keeps Condition 1 of arXiv:2310.17813."""
 
     def __post_init__(self) -> None:
-        number = isinstance(self.radius, (int, float)) and math.isfinite(self.radius) and self.radius > 0
-        if not number and self.radius != "spectral":
+        if not _is_positive(self.radius) and self.radius != "spectral":
             raise ValueError(f"radius must be a positive number or 'spectral', got {self.radius!r}")
 
     def scale(self, fan_in: int, fan_out: int) -> float:
@@ -104,7 +103,7 @@ class Stiefel(_WithRadius):
 
     def retract(self, w: Tall) -> Tall:
         """The polar factor W (W^T W)^{-1/2} times the radius: the nearest point."""
-        return self._number() * msign(w)
+        return self._number() * polar_retraction(w / self._number())
 
     def project(self, w: Tall) -> Tall:
         return self._number() * _polar_frame(w)
@@ -122,10 +121,15 @@ class DGram(Manifold):
     """`frame`: the polar frame Q of the normalised columns, with the least-squares scales <q_j, w_j>;
     leaves points of the manifold where they are. `svd`: the reference's U V^T diag(s), which lays sorted
     singular values on columns that they do not belong to."""
+    max_scale: float | None = None
+    """Largest norm of a column, and so largest singular value of W; None is no limit. Tangent steps do not
+    know of it: one may lengthen a column past the limit, and `retract` cuts it back."""
 
     def __post_init__(self) -> None:
         if self.retraction not in ("frame", "svd"):
             raise ValueError(f"unknown retraction {self.retraction!r}: choose frame or svd")
+        if self.max_scale is not None and not _is_positive(self.max_scale):
+            raise ValueError(f"max_scale must be a positive number or None, got {self.max_scale!r}")
 
     def project_symmetric(self, symmetric: Symmetric) -> Symmetric:
         return symmetric * (1 - jnp.eye(symmetric.shape[-1], dtype=symmetric.dtype))
@@ -133,17 +137,29 @@ class DGram(Manifold):
     def retract(self, w: Tall) -> Tall:
         if self.retraction == "svd":
             u, s, vt = svd(w)
-            return matmul(u, vt) * s[..., None, :]
-        return _scale_columns(msign(unit(w, axis=-2)), w)
+            return matmul(u, vt) * self._limit(s[..., None, :])
+        return self._scale_columns(polar_retraction(unit(w, axis=-2)), w)
 
     def project(self, w: Tall) -> Tall:
         if self.retraction == "svd":
             return self.retract(w)
-        return _scale_columns(_polar_frame(unit(w, axis=-2)), w)
+        return self._scale_columns(_polar_frame(unit(w, axis=-2)), w)
 
     def violation(self, w: Tall) -> Float[Array, "*batch"]:
-        """||off(C)||_F / n for the cosines C between the columns."""
-        return _rms(self.project_symmetric(_gram(unit(w, axis=-2))))
+        """||H||_F / n for the cosines H between the columns, with (|w_j| / max_scale)^2 - 1 on the diagonal
+        where it is positive."""
+        residual = self.project_symmetric(_gram(unit(w, axis=-2)))
+        if self.max_scale is not None:
+            excess = jnp.maximum(jnp.sum(jnp.square(w / self.max_scale), axis=-2) - 1, 0)
+            residual += excess[..., None] * jnp.eye(w.shape[-1], dtype=w.dtype)
+        return _rms(residual)
+
+    def _scale_columns(self, frame: Tall, w: Tall) -> Tall:
+        """The frame with the column scales that bring it nearest to w."""
+        return frame * self._limit(jnp.sum(frame * w, axis=-2, keepdims=True))
+
+    def _limit(self, scales: Array) -> Array:
+        return scales if self.max_scale is None else jnp.minimum(scales, self.max_scale)
 
 
 @dataclass(frozen=True)
@@ -163,19 +179,18 @@ class Oblique(_WithRadius):
         return jnp.linalg.norm(squares - 1, axis=-1) / w.shape[-1]
 
 
+def _is_positive(x: object) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x) and x > 0
+
+
 def _gram(w: Array) -> Array:
-    return matmul(w.mT, w)
+    return symmetric_product(w.mT, w)
 
 
 def _polar_frame(w: Array) -> Array:
     """U V^T with orthonormal columns for every w: the directions that w lacks are filled in."""
     u, _, vt = svd(w)
     return matmul(u, vt)
-
-
-def _scale_columns(frame: Array, w: Array) -> Array:
-    """The frame with the column scales that bring it nearest to w."""
-    return frame * jnp.sum(frame * w, axis=-2, keepdims=True)
 
 
 def _rms(h: Array) -> Array:

@@ -2,7 +2,9 @@
 
 from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
 from spectral.initializers import embedding_normal, embedding_orthogonal, spectral_normal, spectral_orthogonal
-from spectral.matrix_functions import msign, polar_express_coefficients, power_iteration, spectral_norm
+from spectral.matrix_functions import polar_express_coefficients, power_iteration, spectral_norm
+from spectral.matrix_sign import msign
+from spectral.polar_retraction import polar_retraction
 from spectral.products import symmetric_product
 from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_learning_rate, target_norm
 
@@ -17,6 +19,7 @@ __all__ = [
     "learning_rate_scale",
     "msign",
     "polar_express_coefficients",
+    "polar_retraction",
     "power_iteration",
     "relative_learning_rate",
     "spectral_norm",

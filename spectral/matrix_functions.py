@@ -1,22 +1,13 @@
-"""Matrix sign (polar factor) and spectral norm of batched, square or rectangular matrices."""
+"""Functions of the singular values of batched matrices: polynomials, decomposition, spectral norm."""
 
 from functools import lru_cache, partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-Method = Literal["polar_express", "muon", "svd"]
 Coefficients = tuple[tuple[float, float, float], ...]
-
-_MUON_QUINTIC = (3.4445, -4.7750, 2.0315)
-_DEFAULT_STEPS = {"polar_express": 10, "muon": 5}
-# Frobenius normalisation leaves the largest singular value at or below 1 / _MARGIN, so that rounding
-# cannot push it out of the interval on which the polynomials were made.
-_MARGIN = 1.01
 
 
 @lru_cache
@@ -45,7 +36,7 @@ def polar_express_coefficients(
     Source: Amsel, Persson, Musco, Gower, "The Polar Express", arXiv:2505.16932, Algorithm 1 and
     section 4.4.
     """
-    _require_steps(steps)
+    require_steps(steps)
     if not 0 < lower <= 1:
         raise ValueError(f"lower must be in (0, 1], got {lower}")
     low, high = lower, 1.0
@@ -75,92 +66,6 @@ def _minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
         # Extrema: a + 3 b t + 5 c t^2 = 0 with t = x^2.
         inner = np.sqrt((-3 * b + np.array([-1, 1]) * np.sqrt(9 * b**2 - 20 * a * c)) / (10 * c))
     return float(a), float(b), float(c)
-
-
-@partial(jax.jit, static_argnames=("method", "steps", "dtype"))
-def msign(
-    x: Float[Array, "*batch m n"],
-    method: Method = "polar_express",
-    steps: int | None = None,
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "*batch m n"]:
-    """Matrix sign of a rectangular matrix, its orthogonal polar factor: U V^T for x = U diag(s) V^T.
-
-    The polynomial methods iterate X <- X (a I + b X^T X + c (X^T X)^2) from X = x / ||x||_F, on the
-    smaller side's Gram matrix. They do not depend on the scale of x. Singular values of zero stay at
-    zero; those far below 1e-3 of ||x||_F may end between 0 and 1.
-
-    Args:
-      x: matrices; every one in the batch is treated on its own.
-      method: `polar_express` (converges to 1), `muon` (the constant quintic 3.4445, -4.7750, 2.0315:
-        fast, with singular values left between 0.68 and 1.20), or `svd` (exact, and slow on accelerators;
-        singular values below max(m, n) * eps * s_max count as zero).
-      steps: number of polynomial steps; None is 10 for `polar_express` and 5 for `muon`.
-      dtype: dtype of the products, accumulated in float32; None is float32 (float64 for float64 input)
-        at full precision.
-
-    Returns:
-      The polar factors, in x's shape and dtype.
-
-    Raises:
-      ValueError: x is not a matrix, the method is unknown, or steps < 1.
-      TypeError: x has integer entries.
-
-    Sources: Jordan et al., "Muon", 2024; Amsel et al., arXiv:2505.16932.
-    """
-    if x.ndim < 2:
-        raise ValueError(f"msign needs matrices, with at least 2 axes; got shape {x.shape}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"msign needs real floating-point entries; got {x.dtype}: cast them first")
-    steps = _DEFAULT_STEPS.get(method) if steps is None else steps
-    if steps is not None:
-        _require_steps(steps)
-    if method == "svd":
-        return _msign_svd(x)
-    if method == "polar_express":
-        coefficients, margin = polar_express_coefficients(steps), _MARGIN
-    elif method == "muon":
-        coefficients, margin = (_MUON_QUINTIC,) * steps, 1.0
-    else:
-        raise ValueError(f"unknown msign method {method!r}: choose polar_express, muon or svd")
-    wide = x.shape[-2] < x.shape[-1]
-    y = _normalize(x.mT if wide else x, margin)
-    # float32 products at full precision: a TPU's default would round them to bfloat16. Products of
-    # bfloat16 are what the caller asked for, and exact up to their float32 accumulation.
-    work_dtype = y.dtype if dtype is None else jnp.dtype(dtype)
-    precision = jax.lax.Precision.DEFAULT if work_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    y = y.astype(work_dtype)
-
-    def step(y: Array, triple: Array) -> tuple[Array, None]:
-        a, b, c = triple
-        gram = _matmul(y.mT, y, precision)
-        return a * y + _matmul(y, b * gram + c * _matmul(gram, gram, precision), precision), None
-
-    y, _ = jax.lax.scan(step, y, jnp.asarray(coefficients, work_dtype))
-    return (y.mT if wide else y).astype(x.dtype)
-
-
-def _matmul(a: Array, b: Array, precision: jax.lax.Precision) -> Array:
-    accumulate = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulate).astype(a.dtype)
-
-
-def _normalize(x: Array, margin: float) -> Array:
-    """x divided by margin * ||x||_F, in float32 or better; zero matrices stay zero at no NaN."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Dividing by the largest entry first keeps the squares from under- or overflowing.
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    x = x / jnp.where(largest > 0, largest, 1)
-    norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
-    return x / jnp.where(norm > 0, margin * norm, 1)
-
-
-def _msign_svd(x: Array) -> Array:
-    work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    u, s, vt = svd(work)
-    threshold = s[..., :1] * max(x.shape[-2:]) * jnp.finfo(work.dtype).eps
-    sign = jnp.where(s > threshold, 1.0, 0.0).astype(work.dtype)
-    return _matmul(u * sign[..., None, :], vt, jax.lax.Precision.HIGHEST).astype(x.dtype)
 
 
 def svd(x: Float[Array, "*batch m n"], compute_uv: bool = True) -> tuple[Array, Array, Array] | Array:
@@ -224,7 +129,7 @@ def power_iteration(
       The estimates ||x v|| with ||v|| = 1, and v, the right singular vectors' estimates (a zero matrix
       gives 0 and a zero vector).
     """
-    _require_steps(iterations)
+    require_steps(iterations)
     work = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     n = x.shape[-1]
     if v is None:
@@ -253,6 +158,6 @@ def unit(x: Array, axis: int = -1) -> Array:
     return x / jnp.where(norm > 0, norm, 1)
 
 
-def _require_steps(steps: int) -> None:
+def require_steps(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"at least one step is needed, got {steps}")

@@ -9,20 +9,20 @@ _SPLIT_FROM = 256
 
 
 def matmul(a: Float[Array, "*batch m k"], b: Float[Array, "*batch k n"]) -> Float[Array, "*batch m n"]:
-    """The product a b at full float32 precision; of bfloat16, accumulated in float32.
+    """The product a b at full precision.
 
     Args:
       a: matrices, real.
       b: matrices of the same dtype.
 
     Returns:
-      a b, in a's dtype.
+      a b, accumulated and given in a's dtype, or in float32 for narrower ones.
     """
     # A TPU's default float32 product rounds to bfloat16, and a GPU's may round to TF32. Products of
     # bfloat16 are exact as they are, up to their accumulation.
     precision = jax.lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     accumulate = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulate).astype(a.dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulate)
 
 
 def symmetric_product(
@@ -43,7 +43,8 @@ def symmetric_product(
       b: matrices of the same dtype and batch axes.
 
     Returns:
-      a b, symmetric up to rounding, in a's dtype. Where a b is not symmetric its lower left quarter is wrong.
+      a b, symmetric up to rounding, in a's dtype or float32 for narrower ones. Where a b is not symmetric
+      its lower left quarter is wrong.
 
     Raises:
       ValueError: a b is not square.
