@@ -4,9 +4,13 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
+TPU_VENV := .venv-tpu
+# No metadata server is asked, and no lock taken: nothing here opens a TPU.
+TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-slow test-peers lint format clean
+.PHONY: help demo study frontier test test-slow test-peers tpu-check lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +21,9 @@ demo: $(VENV)/.experiments ## From nothing to a small GPT-2 trained under six op
 study: $(VENV)/.experiments ## The same with three times the steps; its result stands in the README
 	$(BIN)/python -m experiments manifolds --preset tiny
 
+frontier: $(VENV)/.experiments ## Muon's rate swept for every assignment and both solvers until runs diverge (an hour)
+	$(BIN)/python -m experiments manifolds --frontier
+
 test: $(VENV)/.test ## From nothing to green tests
 	$(BIN)/python -m pytest -m "not peers and not slow"
 
@@ -26,14 +33,17 @@ test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(BIN)/python -m pytest -m peers
 
+tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's training step for TPUs, with none at hand: memory, collectives
+	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
+
 lint: $(VENV)/.test ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 format: $(VENV)/.test ## Apply style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-clean: ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+clean: ## Remove the environments and caches; runs/ stays
+	rm -rf $(VENV) $(TPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # One file a level of the environment, newer than what it was installed from.
 $(VENV)/.experiments: setup.cfg pyproject.toml
@@ -51,4 +61,11 @@ $(VENV)/.test: $(VENV)/.experiments
 $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[hf]"
+	touch $@
+
+# An environment of its own: libtpu is large, and where it is installed JAX looks for a TPU at every start.
+$(TPU_VENV)/.tpu: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools
+	$(TPU_VENV)/bin/python -m pip install --quiet --editable ".[experiments]" "jax[tpu]"
 	touch $@

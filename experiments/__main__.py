@@ -8,17 +8,24 @@ from typing import Annotated, Literal
 
 import tyro
 
-from experiments.config import PRESETS, preset
+from experiments import frontier_report
+from experiments import report as manifolds_report
+from experiments.config import PRESETS, SOLVERS, Solver, preset
 from experiments.errors import InputError
-from experiments.report import format_table, write_report
+from experiments.stability import FRONTIER
+from experiments.studies.frontier import ASSIGNMENTS, run_frontier
 from experiments.studies.manifolds import OPTIMIZERS, run_study
 from experiments.train import train as train_run
 
 
 def manifolds(
-    preset_name: Annotated[Literal["demo", "tiny", "gpt2-small"], tyro.conf.arg(name="preset")] = "demo",
+    preset_name: Annotated[
+        Literal["demo", "tiny", "narrow", "gpt2-small"] | None, tyro.conf.arg(name="preset")
+    ] = None,
     dir: Path | None = None,
-    optimizers: tuple[str, ...] = OPTIMIZERS,
+    frontier: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    optimizers: tuple[str, ...] | None = None,
+    solver: Solver | None = None,
     corpus: str | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -28,15 +35,23 @@ def manifolds(
     Started again, it takes up where it was stopped: runs that have ended are kept.
 
     Args:
-        preset_name: Size of the model and length of the runs: demo (200 steps) and tiny (600 steps) are
-            for a laptop, gpt2-small is the paper's setting.
-        dir: Folder of the study; runs/manifolds-PRESET by default.
-        optimizers: adamw, or assignments: none, stiefel, dgram, oblique, hetero, hetero-inv.
+        preset_name: Size of the model and length of the runs: demo (200 steps, the default) and tiny
+            (600 steps) are for a laptop, gpt2-small is the paper's setting, narrow is the frontier's
+            (half tiny's width, 200 steps).
+        dir: Folder of the study; by default runs/manifolds-PRESET, with the solver's name after it if it is
+            not ours, or runs/frontier-PRESET.
+        frontier: Sweep Muon's rate by factors of 2 for every assignment and both solvers until runs
+            diverge, instead of comparing them at one rate. It has preset narrow by default.
+        optimizers: adamw (not with --frontier), or assignments: none, stiefel, dgram, oblique, hetero,
+            hetero-inv.
+        solver: gram is ours and the default; dual_ascent is the paper's, with the reference's retraction of
+            DGram. A frontier has both by default.
         corpus: Text to train on, instead of the preset's: stdlib (this Python's own source), a text file,
             a folder of text files, a .bin of uint16 tokens, or a folder with train.bin and val.bin.
         steps: Updates per run, instead of the preset's; more than its warm-up (20; gpt2-small 1000).
         seed: Of initialisation, batches and dropout.
     """
+    preset_name = preset_name or ("narrow" if frontier else "demo")
     config = preset(preset_name)
     config = replace(
         config,
@@ -44,7 +59,15 @@ def manifolds(
         steps=config.steps if steps is None else steps,
         seed=seed,
     )
-    run_study(config, dir or Path("runs") / f"manifolds-{preset_name}", optimizers)
+    if frontier:
+        solvers = SOLVERS if solver is None else (solver,)
+        run_frontier(
+            config, dir or Path("runs") / f"frontier-{preset_name}", optimizers or ASSIGNMENTS, solvers
+        )
+        return
+    config = config if solver is None else config.with_solver(solver)
+    suffix = "-dual_ascent" if config.optimizer.solver == "dual_ascent" else ""
+    run_study(config, dir or Path("runs") / f"manifolds-{preset_name}{suffix}", optimizers or OPTIMIZERS)
 
 
 _SETTINGS = tyro.extras.subcommand_type_from_defaults(
@@ -52,6 +75,7 @@ _SETTINGS = tyro.extras.subcommand_type_from_defaults(
     {
         "demo": "Settings from preset demo: 200 steps on the standard library's source.",
         "tiny": "Settings from preset tiny: 600 steps on the standard library's source.",
+        "narrow": "Settings from preset narrow: half tiny's width and context, 200 steps.",
         "gpt2-small": "Settings from preset gpt2-small: the paper's, on OpenWebText.",
     },
 )
@@ -76,8 +100,9 @@ def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         dir: Folder of the study.
     """
-    path = write_report(dir)
-    print(format_table(dir))
+    study = frontier_report if (dir / FRONTIER).exists() else manifolds_report
+    path = study.write_report(dir)
+    print(study.format_table(dir))
     print(f"Report: {path}")
 
 

@@ -3,14 +3,25 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
 from jaxtyping import Array
 
-from experiments.config import ADAMW, Run
+from experiments.config import ADAMW, Optimizer, Run
 from experiments.errors import InputError
-from manifold_muon import DGram, DualAscent, Manifold, manifold_muon, named_assignment, project_params
+from manifold_muon import (
+    DGram,
+    DualAscent,
+    GramSolver,
+    Manifold,
+    ManifoldMuonState,
+    Solver,
+    manifold_muon,
+    named_assignment,
+    project_params,
+)
 from manifold_muon import constraint_violations as violations_by_path
-from spectral.paths import map_named
+from spectral.paths import map_named, named_leaves
 
 _STACK = "h/"
 
@@ -60,7 +71,7 @@ def prepare_params(params: Any, config: Run) -> Any:
 def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
     """`attn/c_attn` and so on -> distance from the manifold, one number a layer."""
     found = violations_by_path(params, manifolds(config))
-    return {name.removeprefix(_STACK).removesuffix("/kernel"): value for name, value in found.items()}
+    return {_matrix(name): value for name, value in found.items()}
 
 
 def make_optimizer(config: Run) -> optax.GradientTransformation:
@@ -81,12 +92,7 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
             manifolds(config),
             adam_learning_rate=adam,
             momentum=settings.momentum,
-            solver=DualAscent(
-                settings.solver_iterations,
-                settings.solver_step_size,
-                settings.msign_steps,
-                settings.msign_dtype,
-            ),
+            solver=_solver(settings),
             weight_decay=settings.weight_decay,
             adam_b1=settings.adam_beta1,
             adam_b2=settings.adam_beta2,
@@ -94,6 +100,32 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
             adam_weight_decay_mask=_is_matrix,
         )
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), rest)
+
+
+def _solver(settings: Optimizer) -> Solver:
+    if settings.solver == "gram":
+        return GramSolver(settings.tolerance)
+    return DualAscent(
+        settings.solver_iterations, settings.solver_step_size, settings.msign_steps, settings.msign_dtype
+    )
+
+
+def solver_diagnostics(opt_state: Any) -> dict[str, dict[str, Array]]:
+    """`attn/c_attn` and so on -> what the solver says of its last solution, one number a layer.
+
+    Those are `iterations` and `gap` (see `manifold_muon.Diagnostics`); AdamW has none.
+    """
+    found: dict[str, dict[str, Array]] = {}
+    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ManifoldMuonState)):
+        if isinstance(state, ManifoldMuonState):
+            for quantity, tree in state.diagnostics._asdict().items():
+                for name, value in named_leaves(tree):
+                    found.setdefault(_matrix(name), {})[quantity] = value
+    return found
+
+
+def _matrix(name: str) -> str:
+    return name.removeprefix(_STACK).removesuffix("/kernel")
 
 
 def _is_matrix(params: Any) -> Any:

@@ -121,6 +121,7 @@ def rate_panel(
     title: str,
     axis: str,
     *,
+    rates: np.ndarray,
     unstable: Mapping[str, np.ndarray],
     log: bool | None = None,
     limits: Limits | None = None,
@@ -129,10 +130,11 @@ def rate_panel(
     """One panel over learning rates, a line per assignment, with a cross where a run was not stable.
 
     Args:
-      curves: (rates, ascending, and values); a cross whose value is out of view stands at the edge.
+      curves: rates, ascending, and values; a cross whose value is out of view stands at the edge.
       styles: of the lines.
       title: of the panel.
       axis: what the values are.
+      rates: all rates, ascending, of this panel and of those that it stands beside.
       unstable: for every curve, which of its rates get a cross.
       log: scale of the values; None chooses by the data.
       limits: of the values' axis.
@@ -145,25 +147,25 @@ def rate_panel(
             return _blank(axes, "no run has ended yet")
         _set_scale(axes, drawn, log)
         axes.set_xscale("log", base=2)
-        for name, (rates, values) in drawn.items():
+        for name, (at, values) in drawn.items():
             style = styles[name]
-            axes.plot(rates, values, style.dashes, color=style.color, marker=style.marker)
+            axes.plot(at, values, style.dashes, color=style.color, marker=style.marker)
         if limits is not None:
             axes.set_ylim(*limits)
-        rates = np.unique(np.concatenate([rates for rates, _ in curves.values()]))
         axes.set_xlim(rates[0] / 2**0.5, rates[-1] * 2**0.5)
-        axes.set_xticks(rates[::2], [f"{rate:g}" for rate in rates[::2]])
+        labelled = rates[:: len(rates) // 7 + 1]
+        axes.set_xticks(labelled, [f"{rate:.2g}" for rate in labelled])
         if level is not None:
             axes.axhline(level[1], color="#666666", lw=0.8, ls=":")
-            axes.annotate(
-                level[0], (0.02, level[1]), xycoords=("axes fraction", "data"), size=8, color="#666666"
-            )
-        low, high = axes.get_ylim()
-        for name, (rates, values) in curves.items():
-            crossed = unstable[name]
-            heights = np.clip(np.where(np.isfinite(values), values, high), low, high)[crossed]
-            color = styles[name].color
-            axes.plot(rates[crossed], heights, "x", color=color, ms=9, mew=2, clip_on=False, zorder=3)
+            where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+            axes.annotate(level[0], (0.02, level[1]), (0, 2), size=8, color="#666666", **where)
+        to_axes = axes.transData + axes.transAxes.inverted()
+        for name, (at, values) in curves.items():
+            heights = np.where(np.isfinite(values), values, axes.get_ylim()[1])[unstable[name]]
+            crosses = to_axes.transform(np.column_stack([at[unstable[name]], heights]))
+            inside = np.clip(crosses[:, 1], 0.03, 0.97)
+            look = {"color": styles[name].color, "ms": 8, "mew": 2, "zorder": 3}
+            axes.plot(crosses[:, 0], inside, "x", transform=axes.transAxes, **look)
         _label_lines(axes, drawn, styles)
     return axes.figure
 

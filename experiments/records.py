@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from experiments import panels
-from experiments.config import MATRICES, Status
+from experiments.config import MATRICES, Status, differences
 from experiments.errors import InputError
 from experiments.files import CONFIG, METRICS, RESULT, read_json, read_lines
 
@@ -129,6 +129,27 @@ def _read_run(run_dir: Path) -> RunRecord:
         result=result,
         damaged_tail=damaged_tail,
     )
+
+
+def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names: str) -> list[str]:
+    """What a reader must know before comparing runs: cut metrics, and differences that no one asked for.
+
+    Args:
+      runs: at least one.
+      may_differ: fields of config.json, such as `config.optimizer.name`.
+      names: what those fields are, in words.
+    """
+    notes = [
+        f"{run.name}: the last line of metrics.jsonl was cut short (a killed run leaves one) and is left out."
+        for run in runs
+        if run.damaged_tail
+    ]
+    first, expected = runs[0], tuple(f"{name}: " for name in may_differ)
+    for run in runs[1:]:
+        changed = [line for line in differences(first.facts, run.facts) if not line.startswith(expected)]
+        if changed:
+            notes.append(f"{first.name} and {run.name} differ in more than {names}: {'; '.join(changed)}.")
+    return notes
 
 
 def _steps(lines: Sequence[dict[str, Any]]) -> np.ndarray:

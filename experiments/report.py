@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import figures, panels
-from experiments.config import differences
 from experiments.files import write_json, write_whole
 from experiments.pages import Table, save_images, setting, text, write_page
-from experiments.records import RunRecord, finite, read_runs
+from experiments.records import RunRecord, comparison_notes, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
 _PAPER: dict[str, tuple[str, str, float | str | None]] = {
@@ -28,7 +27,7 @@ _CAVEAT = (
     "Every run here is one seed, which gives no error bars: small differences can be chance."
 )
 # The only difference that a study of optimizers wants between its runs.
-_MAY_DIFFER = "config.optimizer.name: "
+_MAY_DIFFER = ("config.optimizer.name",)
 
 
 @dataclass(frozen=True)
@@ -155,23 +154,6 @@ def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
     return drawn
 
 
-def _notes(runs: Sequence[RunRecord]) -> list[str]:
-    """What a reader must know before comparing the runs."""
-    notes = [
-        f"{run.name}: the last line of metrics.jsonl was cut short (a killed run leaves one) and is left out."
-        for run in runs
-        if run.damaged_tail
-    ]
-    first = runs[0]
-    for run in runs[1:]:
-        changed = [line for line in differences(first.facts, run.facts) if not line.startswith(_MAY_DIFFER)]
-        if changed:
-            notes.append(
-                f"{first.name} and {run.name} differ in more than the optimizer's name: {'; '.join(changed)}."
-            )
-    return notes
-
-
 def write_report(study_dir: Path) -> Path:
     """Writes report.html, results.json, results.md and the figures as PNG into the study's directory.
 
@@ -186,7 +168,11 @@ def write_report(study_dir: Path) -> Path:
     """
     study_dir = Path(study_dir)
     runs = read_runs(study_dir)
-    rows, notes, caveat = results(runs), _notes(runs), _caveat(runs[0])
+    rows, notes, caveat = (
+        results(runs),
+        comparison_notes(runs, _MAY_DIFFER, "the optimizer's name"),
+        _caveat(runs[0]),
+    )
     table = {"notes": notes, "runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]}
     write_json(study_dir / "results.json", table)
     write_whole(study_dir / "results.md", f"{_TABLE.markdown(rows)}\n\n{caveat}\n")

@@ -5,11 +5,16 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments import __main__ as command_line
 from experiments.__main__ import main
+from experiments.config import Run, preset
+from experiments.studies.frontier import ASSIGNMENTS
+from experiments.studies.manifolds import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model.layers", 1, "--model.width", 16, "--model.context", 16, "--data.batch-size", 4)
@@ -37,7 +42,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     overview = shown(capsys, "--help", code=0)
     assert all(command in overview for command in ("manifolds", "train", "report"))
-    assert "--preset {demo,tiny,gpt2-small}" in shown(capsys, "manifolds", "--help", code=0)
+    options = shown(capsys, "manifolds", "--help", code=0)
+    assert "demo,tiny,narrow,gpt2-small}" in options and "--frontier" in options
+    assert "gram,dual_ascent}" in options
 
 
 def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +68,54 @@ def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
     assert "another configuration" in message and "model.heads: 4 -> 2" in message
 
 
+@pytest.fixture
+def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The arguments of every study that a command starts; nothing is trained."""
+    started: list[tuple] = []
+    monkeypatch.setattr(command_line, "run_study", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(command_line, "run_frontier", lambda *arguments: started.append(arguments))
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "folder", "rest"),
+    [
+        ((), preset("demo"), "runs/manifolds-demo", (OPTIMIZERS,)),
+        (("--preset", "tiny", "--solver", "gram"), preset("tiny"), "runs/manifolds-tiny", (OPTIMIZERS,)),
+        (
+            ("--preset", "tiny", "--solver", "dual_ascent"),
+            preset("tiny").with_solver("dual_ascent"),
+            "runs/manifolds-tiny-dual_ascent",
+            (OPTIMIZERS,),
+        ),
+        (
+            ("--dir", "mine", "--optimizers", "hetero", "--solver", "dual_ascent", "--seed", 3),
+            replace(preset("demo").with_solver("dual_ascent"), seed=3),
+            "mine",
+            (("hetero",),),
+        ),
+        (
+            ("--frontier",),
+            preset("narrow"),
+            "runs/frontier-narrow",
+            (ASSIGNMENTS, ("gram", "dual_ascent")),
+        ),
+        (
+            ("--frontier", "--preset", "gpt2-small", "--solver", "gram", "--optimizers", "dgram"),
+            preset("gpt2-small"),
+            "runs/frontier-gpt2-small",
+            (("dgram",), ("gram",)),
+        ),
+    ],
+    ids=["demo", "gram", "faithful", "mine", "frontier", "frontier of GPT-2 small"],
+)
+def test_which_study_a_command_starts(
+    studies: list[tuple], arguments: tuple, config: Run, folder: str, rest: tuple
+) -> None:
+    main(["manifolds", *map(str, arguments)])
+    assert studies == [(config, Path(folder), *rest)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +123,7 @@ def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
             ("manifolds", "--optimizers", "adamw", "sphere"),
             "unknown assignment 'sphere': choose one of none,",
         ),
+        (("manifolds", "--frontier", "--optimizers", "adamw"), "adamw has no rate of Muon's to sweep"),
         (("manifolds", "--corpus", "/nowhere"), "no corpus at /nowhere: give a text file"),
         (("manifolds", "--steps", "5"), "warmup_steps 20 must be less than steps 5"),
         (
@@ -77,7 +133,7 @@ def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
         (("train", "--dir", "unused", "tiny", "--model.vocab-size", "99"), "needs model.vocab_size of 256"),
         (("report", "/nowhere"), "/nowhere is not a directory"),
     ],
-    ids=["assignment", "corpus", "steps", "heads", "vocabulary", "report"],
+    ids=["assignment", "frontier", "corpus", "steps", "heads", "vocabulary", "report"],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     assert message in shown(capsys, *arguments, code=2)

@@ -37,6 +37,23 @@ def test_demo_is_tiny_for_200_steps() -> None:
     assert preset("demo") == replace(preset("tiny"), steps=200)
 
 
+def test_solvers_bring_their_own_retraction() -> None:
+    """The faithful run is the reference's in both, ours is ours in both, and nothing else changes."""
+    for run in (preset("tiny"), preset("gpt2-small")):
+        faithful, ours = run.with_solver("dual_ascent").optimizer, run.with_solver("gram").optimizer
+        assert (faithful.solver, faithful.dgram_retraction) == ("dual_ascent", "svd")
+        assert (ours.solver, ours.dgram_retraction, ours.tolerance) == ("gram", "frame", 1e-2)
+        assert replace(ours, solver="dual_ascent", dgram_retraction="svd") == faithful
+        assert run.with_solver("gram") == replace(run, optimizer=ours)
+
+
+def test_narrow_is_half_of_tiny() -> None:
+    tiny, narrow = preset("tiny"), preset("narrow")
+    assert narrow.model == replace(tiny.model, width=64, context=64)
+    assert narrow.optimizer == replace(tiny.optimizer, learning_rate=3e-3)
+    assert narrow.steps == 200
+
+
 def test_gpt2_small_is_the_papers() -> None:
     run = preset("gpt2-small")
     assert (run.model.layers, run.model.heads, run.model.width, run.model.context) == (12, 12, 768, 1024)
@@ -61,6 +78,9 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Optimizer(learning_rate=float("inf")), "learning_rate must be positive and finite"),
         (lambda: Optimizer(solver_step_size=-1.0), "solver_step_size must be positive"),
         (lambda: Optimizer(solver_iterations=0), "solver_iterations must be at least 1"),
+        (lambda: Optimizer(solver="newton"), "'newton' is none of gram, dual_ascent"),
+        (lambda: Optimizer(tolerance=0.0), r"tolerance must be in \(0, 1\), got 0.0"),
+        (lambda: Optimizer(tolerance=1.0), r"tolerance must be in \(0, 1\), got 1.0"),
         (lambda: Optimizer(momentum=1.5), r"momentum must be in \[0, 1\)"),
         (lambda: Optimizer(weight_decay=-1.0), "weight_decay is negative"),
         (lambda: Optimizer(final_fraction=-3.0), r"final_fraction must be in \[0, 1\]"),
@@ -69,7 +89,7 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Run(divergence_margin=0.0), "divergence_margin must be positive"),
         (lambda: Run(steps=20), "warmup_steps 20 must be less than steps 20"),
         (lambda: Run(log_every=0), "log_every must be at least 1"),
-        (lambda: preset("huge"), "unknown preset 'huge': choose one of demo, tiny, gpt2-small"),
+        (lambda: preset("huge"), "unknown preset 'huge': choose one of demo, tiny, narrow, gpt2-small"),
     ],
 )
 def test_impossible_configurations(make, message: str) -> None:
@@ -78,7 +98,7 @@ def test_impossible_configurations(make, message: str) -> None:
 
 
 def test_differences_name_the_fields() -> None:
-    assert set(PRESETS) == {"demo", "tiny", "gpt2-small"}
+    assert set(PRESETS) == {"demo", "tiny", "narrow", "gpt2-small"}
     tiny = preset("tiny")
     other = replace(tiny.with_optimizer("stiefel"), model=replace(tiny.model, width=256))
     assert differences(to_dict(tiny), to_dict(tiny)) == []

@@ -204,3 +204,66 @@ def test_names_keep_apart_and_within_the_panel(ends: list[float]) -> None:
 
 def test_names_with_room_stay_at_their_lines() -> None:
     np.testing.assert_allclose(panels._spread(np.array([0.1, 0.4, 0.9])), [0.1, 0.4, 0.9])
+
+
+def rates(values: list[float]) -> Curve:
+    """Values at 0.02, 0.04 and so on."""
+    return curve(values, 0.02 * 2.0 ** np.arange(len(values)))
+
+
+def crosses(figure: Figure) -> dict[str, np.ndarray]:
+    """Positions (x, y), in units of the axes, of the crosses in each colour."""
+    axes = figure.axes[0]
+    return {
+        line.get_color(): np.column_stack(line.get_data())
+        for line in axes.lines
+        if line.get_marker() == "x" and line.get_transform() == axes.transAxes
+    }
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("log", [True, False])
+def test_unstable_rates_are_crossed_within_the_panel(log: bool) -> None:
+    curves = {"none": rates([2.0, 1.5, 900.0, np.nan]), "dgram": rates([2.5, 2.0])}
+    unstable = {"none": np.array([False, False, True, True]), "dgram": np.array([False, False])}
+    figure = panels.rate_panel(
+        curves,
+        panels.styles(curves),
+        "title",
+        "nats",
+        rates=0.02 * 2.0 ** np.arange(6),
+        unstable=unstable,
+        log=log,
+        limits=(1.0, 4.0),
+        level=("entropy", 3.0),
+    )
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log" and axes.get_ylim() == (1.0, 4.0)
+    assert axes.get_xlim() == (pytest.approx(0.02 / 2**0.5), pytest.approx(0.64 * 2**0.5))
+    found = crosses(figure)["#7f7f7f"]
+    # Six rates are five octaves, with half an octave at each end.
+    np.testing.assert_allclose(found, [(2.5 / 6, 0.97), (3.5 / 6, 0.97)], atol=1e-6)
+    assert len(crosses(figure)[panels.styles(curves)["dgram"].color]) == 0
+    assert {"entropy", "all-DGram", "\u2191 unconstrained Muon"} == named(figure)
+    panels.png(figure)
+
+
+def test_a_cross_in_view_stands_at_its_value() -> None:
+    curves, unstable = {"dgram": rates([1.0, 3.0])}, {"dgram": np.array([False, True])}
+    figure = panels.rate_panel(
+        curves,
+        panels.styles(curves),
+        "title",
+        "nats",
+        rates=np.array([0.02, 0.04]),
+        unstable=unstable,
+        log=False,
+        limits=(0.0, 4.0),
+    )
+    ((_, height),) = crosses(figure)[panels.styles(curves)["dgram"].color]
+    assert height == pytest.approx(0.75)
+
+
+def test_a_panel_over_rates_without_runs_says_so() -> None:
+    figure = panels.rate_panel({}, {}, "title", "nats", rates=np.array([]), unstable={})
+    assert named(figure) == {"no run has ended yet"}

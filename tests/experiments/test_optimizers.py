@@ -18,6 +18,7 @@ from experiments.optimizers import (
     make_optimizer,
     manifolds,
     prepare_params,
+    solver_diagnostics,
 )
 from manifold_muon import DGram, Stiefel, Unconstrained
 
@@ -51,8 +52,8 @@ def test_schedule_in_closed_form() -> None:
     [
         ("adamw", Unconstrained(), Unconstrained()),
         ("none", Unconstrained(), Unconstrained()),
-        ("hetero", Stiefel(), DGram(retraction="svd")),
-        ("hetero-inv", DGram(retraction="svd"), Stiefel()),
+        ("hetero", Stiefel(), DGram(retraction="frame")),
+        ("hetero-inv", DGram(retraction="frame"), Stiefel()),
     ],
 )
 def test_manifolds_of_a_name(name: str, attention, mlp) -> None:
@@ -65,8 +66,8 @@ def test_unknown_name() -> None:
 
 
 def test_dgram_retraction_is_the_configurations() -> None:
-    ours = replace(RUN, optimizer=replace(RUN.optimizer, name="dgram", dgram_retraction="frame"))
-    assert set(manifolds(ours).values()) == {DGram(retraction="frame")}
+    faithful = RUN.with_solver("dual_ascent").with_optimizer("dgram")
+    assert set(manifolds(faithful).values()) == {DGram(retraction="svd")}
 
 
 @pytest.mark.parametrize("name", ["stiefel", "dgram", "oblique", "hetero", "hetero-inv"])
@@ -79,6 +80,33 @@ def test_matrices_start_and_stay_on_their_manifolds(name: str) -> None:
         for violation in found.values():
             assert violation.shape == (2,)
             assert violation.max() < 1e-5
+
+
+def test_solver_is_the_configurations() -> None:
+    """The gram solver stops at the configured gap; dual ascent makes all its iterations and knows no gap."""
+
+    def diagnostics(run: Run) -> dict[str, dict[str, np.ndarray]]:
+        params = prepare_params(init_params(run.model, jax.random.key(0)), run)
+        noise = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+        gradient = jax.tree.map(lambda x: 1e-3 * jax.random.normal(next(noise), x.shape), params)
+        optimizer = make_optimizer(run)
+        _, state = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
+        return jax.device_get(solver_diagnostics(state))
+
+    ours = replace(RUN, optimizer=replace(RUN.optimizer, name="dgram", tolerance=0.03))
+    found = diagnostics(ours)
+    assert set(found) == set(MATRICES)
+    for matrix in found.values():
+        assert matrix["iterations"].shape == matrix["gap"].shape == (2,)
+        assert np.all(matrix["gap"] <= 0.03) and np.all(matrix["iterations"] < 20)
+    for matrix in diagnostics(ours.with_solver("dual_ascent")).values():
+        np.testing.assert_array_equal(matrix["iterations"], [3, 3])
+        assert np.isnan(matrix["gap"]).all()
+
+
+def test_adamw_has_no_solver() -> None:
+    run = RUN.with_optimizer("adamw")
+    assert solver_diagnostics(make_optimizer(run).init(init_params(run.model, jax.random.key(0)))) == {}
 
 
 def test_adamw_start_is_untouched() -> None:

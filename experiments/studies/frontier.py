@@ -1,0 +1,82 @@
+"""The stability frontier: for every assignment of manifolds and solver, the largest rate of Muon that holds.
+
+The paper's instability took 50,000 steps at one rate. What lets weights without a bound grow is the sum of
+the rates, so a short sweep over rates reaches as far as a long run, and compares the assignments there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.config import ADAMW, SOLVERS, Run, Solver
+from experiments.corpus import Corpus, load
+from experiments.errors import InputError
+from experiments.frontier_report import format_table, write_report
+from experiments.optimizers import manifolds
+from experiments.stability import Frontier, final_loss, unigram_entropy
+from experiments.train import train
+
+ASSIGNMENTS: tuple[str, ...] = ("none", "stiefel", "dgram", "hetero", "hetero-inv")
+
+
+def run_frontier(
+    config: Run,
+    study_dir: Path,
+    assignments: Sequence[str] = ASSIGNMENTS,
+    solvers: Sequence[Solver] = SOLVERS,
+    progress: bool = True,
+) -> Path:
+    """Sweeps Muon's peak rate for every assignment and solver, as `Frontier` says, then writes the report.
+
+    Each run has its own folder, `hetero-gram-lr0.04` and so on. Runs that have ended are not run again, and
+    an interrupted one goes on where it was. The unconstrained step is a matrix sign under every solver, so
+    it is swept under the first alone.
+
+    Args:
+      config: of every run, but for the assignment, the solver and Muon's rate, which is where sweeps start.
+      study_dir: holds one folder a run, `frontier.json` and the report.
+      assignments: their names.
+      solvers: their names.
+      progress: show progress bars.
+
+    Returns:
+      The report's path.
+
+    Raises:
+      InputError: an unknown assignment, AdamW (which has no rate of Muon's), no assignment or solver at all,
+        or what `train` refuses.
+    """
+    if ADAMW in assignments:
+        raise InputError(f"{ADAMW} has no rate of Muon's to sweep: leave it out of a frontier's optimizers")
+    configs = [
+        config.with_solver(solver).with_optimizer(name)
+        for name in assignments
+        for solver in (solvers[:1] if name == "none" else solvers)
+    ]
+    if not configs:
+        raise InputError("a frontier needs at least one assignment and one solver")
+    for each in configs:
+        manifolds(each)  # an unknown name ends the study before its first run, not after an hour
+    corpus = load(config.data.corpus, vocab_size=config.model.vocab_size, context=config.model.context)
+    frontier = Frontier(unigram_entropy(corpus.validation), config.optimizer.muon_learning_rate)
+    frontier.save(study_dir)
+    for each in configs:
+        _sweep(each, frontier, study_dir, corpus, progress)
+    report = write_report(study_dir)
+    print(format_table(study_dir))
+    print(f"Report: {report}")
+    return report
+
+
+def _sweep(config: Run, frontier: Frontier, study_dir: Path, corpus: Corpus, progress: bool) -> None:
+    optimizer = config.optimizer
+
+    def trial(rate: float) -> float | None:
+        at_rate = replace(config, optimizer=replace(optimizer, muon_learning_rate=rate))
+        name = f"{optimizer.name}-{optimizer.solver}-lr{rate:g}"
+        result = train(at_rate, study_dir / name, corpus=corpus, progress=progress)
+        loss = result.validation_loss
+        print(f"{name}: {result.status}, validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
+        return final_loss(result.status, loss)
+
+    frontier.sweep(trial)
