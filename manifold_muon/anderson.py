@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from manifold_muon.manifolds import matmul
+from spectral.products import matmul
 
 _RIDGE = 1e-6
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from manifold_muon.manifolds import Manifold, Unconstrained, matmul
+from manifold_muon.manifolds import Manifold, Unconstrained
 from manifold_muon.solvers import Solution
 from spectral import msign
+from spectral.products import matmul
 
 
 @dataclass(frozen=True)

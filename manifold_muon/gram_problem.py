@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from manifold_muon.inverse_roots import Backend, InverseRoot, Svd
-from manifold_muon.manifolds import DGram, Manifold, Stiefel, matmul
+from manifold_muon.manifolds import DGram, Manifold, Stiefel
 from manifold_muon.unit_ball import into_ball, squared_norm
+from spectral.products import matmul, symmetric_product
 
 _NORM_ITERATIONS = 10
 _INNER_STEPS = 8
@@ -42,9 +43,9 @@ class Problem(NamedTuple):
         return cls(
             g,
             w,
-            matmul(g.mT, g),
+            symmetric_product(g.mT, g),
             matmul(g.mT, w),
-            diagonal if orthogonal else matmul(w.mT, w),
+            diagonal if orthogonal else symmetric_product(w.mT, w),
             diagonal[:, None] + diagonal,
         )
 

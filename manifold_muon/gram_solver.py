@@ -24,6 +24,8 @@ _FINER = 3.0
 """The damping follows the gap down in steps of at least this factor."""
 _TIGHT = 5e-3
 """Below this tolerance the rounding of a Gram matrix shows in the direction."""
+_MUON_STEPS = 6
+"""Of an unconstrained matrix sign, for 0.99 of the nuclear norm on real spectra (see `msign`)."""
 _NEGLIGIBLE = 1e-3
 """An optimum below this share of n times g's RMS singular value counts as zero."""
 
@@ -93,7 +95,7 @@ class GramSolver:
         """
         batch, (m, n) = g.shape[:-2], g.shape[-2:]
         if isinstance(manifold, Unconstrained):
-            return _plain_muon(g)
+            return _plain_muon(g, _MUON_STEPS if self.tolerance >= _TIGHT else None)
         if dual is None:
             dual = jnp.zeros((*batch, n, n), g.dtype) + 0 * g[..., :n, :]
         flat = (g.reshape(-1, m, n), w.reshape(-1, m, n), dual.astype(g.dtype).reshape(-1, n, n))
@@ -210,6 +212,6 @@ def _normalized(g: Float[Array, "m n"]) -> Float[Array, "m n"]:
     return unit(g.reshape(-1)).reshape(g.shape) * jnp.sqrt(jnp.asarray(g.shape[-1], g.dtype))
 
 
-def _plain_muon(g: Float[Array, "*batch m n"]) -> Solution:
+def _plain_muon(g: Float[Array, "*batch m n"], steps: int | None) -> Solution:
     zero = 0 * g[..., 0, 0]
-    return Solution(msign(g), None, zero.astype(jnp.int32), zero)
+    return Solution(msign(g, steps=steps), None, zero.astype(jnp.int32), zero + jnp.nan)

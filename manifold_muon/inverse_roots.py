@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from manifold_muon.manifolds import matmul
 from spectral.matrix_functions import polar_express_coefficients
+from spectral.products import matmul, symmetric_product
 
 _NOISE = 3e-4
 """Least damping, in units of g's RMS singular value: the root of float32's rounding in a Gram matrix."""
@@ -68,13 +68,13 @@ class _Spectral:
         nuclear = jnp.sum(values)
         epsilon = jnp.maximum(damping * nuclear / len(values), _NOISE)
         sigma = jnp.sqrt(values**2 + epsilon**2)
-        return InverseRoot(matmul(vectors / sigma, vectors.mT), nuclear, (sigma, values, vectors))
+        return InverseRoot(symmetric_product(vectors / sigma, vectors.mT), nuclear, (sigma, values, vectors))
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
         sigma, _, vectors = factors
         weights = sigma[:, None] * sigma / (sigma[:, None] + sigma)
-        inner = weights * matmul(vectors.mT, matmul(h, vectors))
-        return matmul(vectors, matmul(inner, vectors.mT))
+        inner = weights * symmetric_product(vectors.mT, matmul(h, vectors))
+        return symmetric_product(vectors, matmul(inner, vectors.mT))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Products:
         identity = jnp.eye(len(gram), dtype=gram.dtype) + 0 * gram
         epsilon = jnp.maximum(0.5 * damping * jnp.sqrt(jnp.trace(gram) / len(gram)), _NOISE)
         shifted = gram + epsilon**2 * identity
-        square = matmul(shifted, shifted)
+        square = symmetric_product(shifted, shifted)
         # ||N^2||_F^{1/2} = (sum s^8)^{1/4} bounds the largest eigenvalue s^2 of N, within n^{1/4} of it.
         top = 1.01 * jnp.sqrt(jnp.linalg.norm(square))
         coefficients, weights = _design(self.steps, self.lower, self.rank)
@@ -140,24 +140,24 @@ class Products:
         def step(carry: tuple[Array, Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple, None]:
             gram, product, factors = carry
             triple, weight = inputs
-            square = matmul(gram, gram)
+            square = symmetric_product(gram, gram)
             factors = feature(feature(factors, weight[0], gram), weight[1], square)
             h = polynomial(gram, square, triple)
-            # All of these commute, so their products are symmetric; rounding must not undo it.
-            next_gram = _symmetric(matmul(matmul(h, gram), h))
-            return (next_gram, _symmetric(matmul(product, h)), factors), None
+            # All of these commute, so their products are symmetric.
+            next_gram = symmetric_product(symmetric_product(h, gram), h)
+            return (next_gram, symmetric_product(product, h), factors), None
 
         factors = weights[0, 0][:, None, None] * identity
         carry = (shifted / top, identity, factors)
         (last, product, factors), _ = jax.lax.scan(step, carry, (coefficients[:-1], weights[1:-1]))
-        square = matmul(last, last)
+        square = symmetric_product(last, last)
         factors = feature(feature(factors, weights[-1, 0], last), weights[-1, 1], square)
-        root = _symmetric(matmul(product, polynomial(last, square, coefficients[-1]))) / jnp.sqrt(top)
+        root = symmetric_product(product, polynomial(last, square, coefficients[-1])) / jnp.sqrt(top)
         return InverseRoot(root, _nuclear(gram, root), (factors * jnp.sqrt(jnp.sqrt(top)),))
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
         (f,) = factors
-        return jnp.sum(matmul(matmul(f, h), f), axis=0)
+        return jnp.sum(symmetric_product(matmul(f, h), f), axis=0)
 
     def times_direction_gram(
         self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
@@ -165,18 +165,14 @@ class Products:
         return matmul(inverse.root, matmul(gram, matmul(inverse.root, v)))
 
 
-def _symmetric(x: Array) -> Array:
-    return (x + x.mT) / 2
-
-
 def _nuclear(gram: Array, root: Array) -> Array:
     """tr (M^T M)^{1/2} from an R near (M^T M)^{-1/2}, to third order in I - R M^T M R.
 
     With x = s r near 1 for a singular value s: s ~ s (15 x - 10 x^3 + 3 x^5) / 8.
     """
-    modulus = matmul(gram, root)  # s x
-    unit = matmul(root, modulus)  # x^2
-    cubic, quintic = jnp.sum(modulus * unit), jnp.sum(matmul(modulus, unit) * unit)
+    modulus = symmetric_product(gram, root)  # s x
+    unit = symmetric_product(root, modulus)  # x^2
+    cubic, quintic = jnp.sum(modulus * unit), jnp.sum(symmetric_product(modulus, unit) * unit)
     return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8
 
 

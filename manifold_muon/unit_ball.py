@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from manifold_muon.manifolds import matmul
 from spectral.matrix_functions import unit
+from spectral.products import matmul
 
 
 def squared_norm(
