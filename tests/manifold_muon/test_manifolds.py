@@ -1,4 +1,4 @@
-"""Manifolds against float64 NumPy: distances, retractions and projections, and weights that stay on them."""
+"""Manifolds against float64 NumPy: their constraints, and weights that stay on them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ import pytest
 
 from manifold_muon import (
     DGram,
-    DualAscent,
     Manifold,
     Oblique,
     Stiefel,
@@ -23,60 +22,13 @@ from manifold_muon import (
     scale_by_manifold_muon,
     to_tall,
 )
-
-MANIFOLDS = {
-    "stiefel": Stiefel(),
-    "stiefel-2": Stiefel(radius=2.0),
-    "dgram": DGram(),
-    "dgram-svd": DGram(retraction="svd"),
-    "oblique": Oblique(),
-    "oblique-2": Oblique(radius=2.0),
-    "unconstrained": Unconstrained(),
-}
-# Few iterations: these tests are about where weights end, not about the best direction.
-QUICK = DualAscent(iterations=3)
-
-
-def polar(x: np.ndarray) -> np.ndarray:
-    u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    return u @ vt
-
-
-def tall_matrices(seed: int, shape: tuple[int, ...] = (3, 9, 5)) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def on_manifold(name: str, seed: int = 0, shape: tuple[int, ...] = (3, 9, 5)) -> np.ndarray:
-    """Tall points of the manifold, by NumPy."""
-    w = np.random.default_rng(seed).normal(size=shape)
-    scales = np.random.default_rng(seed + 1).uniform(0.3, 3.0, (*shape[:-2], 1, shape[-1]))
-    radius = 2.0 if name.endswith("-2") else 1.0
-    if name.startswith("stiefel"):
-        w = radius * polar(w)
-    elif name.startswith("dgram"):
-        w = polar(w) * scales
-    elif name.startswith("oblique"):
-        w = radius * w / np.linalg.norm(w, axis=-2, keepdims=True)
-    return w.astype(np.float32)
-
-
-def residual(name: str, w: np.ndarray) -> np.ndarray:
-    """||H||_F / n of what the constraint wants to be zero, one number a matrix."""
-    w = np.asarray(w, np.float64)
-    if name.endswith("-2"):
-        w = w / 2.0
-    if name.startswith("dgram"):
-        w = w / np.linalg.norm(w, axis=-2, keepdims=True)
-    n = w.shape[-1]
-    h = np.swapaxes(w, -1, -2) @ w - np.eye(n)
-    if name.startswith("dgram"):
-        h = h * (1 - np.eye(n))
-    if name.startswith("oblique"):
-        h = h * np.eye(n)
-    if name == "unconstrained":
-        h = 0 * h
-    return np.linalg.norm(h, axis=(-2, -1)) / n
-
+from tests.manifold_muon.manifold_points import (
+    MANIFOLDS,
+    QUICK,
+    on_manifold,
+    residual,
+    tall_matrices,
+)
 
 # ---------------------------------------------------------------------------- constraints
 
@@ -120,115 +72,6 @@ def test_project_symmetric_is_a_self_adjoint_projector(name):
         "unconstrained": diagonal & False,
     }
     np.testing.assert_array_equal(project(a), a * kept[name.split("-")[0]])
-
-
-# ---------------------------------------------------------------------------- ways back
-
-
-@pytest.mark.parametrize("shape", [(3, 9, 5), (2, 6, 6), (1, 4, 1)], ids=str)
-@pytest.mark.parametrize("name", MANIFOLDS)
-def test_retract_after_a_step(name, shape):
-    manifold = MANIFOLDS[name]
-    w = on_manifold(name, 5, shape)
-    moved = w + 0.02 * tall_matrices(6, shape)
-    expected = {
-        "stiefel": lambda: polar(moved),
-        "stiefel-2": lambda: 2 * polar(moved),
-        "oblique": lambda: moved / np.linalg.norm(moved, axis=-2, keepdims=True),
-        "oblique-2": lambda: 2 * moved / np.linalg.norm(moved, axis=-2, keepdims=True),
-        "unconstrained": lambda: moved,
-        "dgram": lambda: frame(moved),
-        "dgram-svd": lambda: polar(moved) * np.linalg.svd(moved, compute_uv=False)[..., None, :],
-    }[name]()
-    found = manifold.retract(moved)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(manifold.project(moved), expected, atol=1e-5)
-    assert residual(name, found).max() < 1e-5
-
-
-def frame(w: np.ndarray) -> np.ndarray:
-    w = w.astype(np.float64)
-    q = polar(w / np.linalg.norm(w, axis=-2, keepdims=True))
-    return q * np.sum(q * w, axis=-2, keepdims=True)
-
-
-@pytest.mark.parametrize("name", MANIFOLDS)
-def test_retract_leaves_points_of_the_manifold_where_they_are(name):
-    w = on_manifold(name, 7)
-    once = np.asarray(MANIFOLDS[name].retract(w))
-    if name == "dgram-svd":  # the reference's does not
-        assert np.abs(once - w).max() > 0.1
-    else:
-        np.testing.assert_allclose(once, w, atol=1e-5)
-    np.testing.assert_allclose(MANIFOLDS[name].retract(once), once, atol=1e-5)
-    np.testing.assert_allclose(MANIFOLDS[name].project(once), once, atol=1e-5)
-
-
-def test_dgram_frame_keeps_every_columns_norm():
-    """Norms over four decades, in an order that sorting would change."""
-    q = polar(np.random.default_rng(8).normal(size=(12, 5)))
-    scales = np.array([1e-2, 1e2, 1.0, 1e-1, 10.0])
-    w = (q * scales).astype(np.float32)
-    for found in (DGram().retract(w), DGram().project(w)):
-        np.testing.assert_allclose(np.linalg.norm(found, axis=0), scales, rtol=1e-5)
-        np.testing.assert_allclose(np.asarray(found) / scales, q, atol=1e-5)
-
-
-def test_dgram_frame_is_near_the_nearest_point():
-    """Not the nearest, the fixed point of Q = polar(W diag(d)), but of the step's size; `svd` is far away."""
-    w = on_manifold("dgram", 9)[0] + 0.02 * tall_matrices(10)[0]
-    d = np.linalg.norm(w, axis=0)
-    for _ in range(200):
-        q = polar(w * d)
-        d = np.sum(q * w, axis=0)
-    nearest = np.linalg.norm(w - q * d)
-    assert nearest <= np.linalg.norm(w - np.asarray(DGram().retract(w))) < 2 * nearest
-    assert np.linalg.norm(w - np.asarray(DGram(retraction="svd").retract(w))) > 10 * nearest
-
-
-@pytest.mark.parametrize("name", MANIFOLDS)
-@pytest.mark.parametrize("kind", ["zero", "rank-deficient", "equal columns", "huge", "tiny", "one zero"])
-def test_project_from_anywhere(name, kind):
-    w = tall_matrices(11)
-    w = {
-        "zero": 0 * w,
-        "rank-deficient": w[..., :2] @ tall_matrices(12, (3, 2, 5)),
-        "equal columns": np.broadcast_to(w[..., :1], w.shape),
-        "huge": 1e12 * w,
-        "tiny": 1e-12 * w,
-        "one zero": w * np.array([1, 0, 1, 1, 1], np.float32),
-    }[kind].astype(np.float32)
-    found = np.asarray(MANIFOLDS[name].project(w))
-    assert np.isfinite(found).all()
-    if name.startswith("dgram"):  # relative to the largest column: the others may be zero
-        gram = np.swapaxes(found, -1, -2).astype(np.float64) @ found
-        off = np.abs(gram * (1 - np.eye(5))).max(axis=(-2, -1))
-        assert (off <= 1e-5 * np.linalg.norm(found, axis=-2).max(axis=-1) ** 2).all()
-    else:
-        assert residual(name, found).max() < 1e-5
-
-
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-@pytest.mark.parametrize("manifold", [Oblique(), DGram()], ids=["oblique", "dgram"])
-def test_project_at_any_scale(manifold, scale):
-    w = tall_matrices(13)[0] * np.array([1, 10, 1, 0.1, 1], np.float32)
-    expected = np.asarray(manifold.project(w), np.float64)
-    found = np.asarray(manifold.project(w * np.float32(scale)), np.float64)
-    np.testing.assert_allclose(found if isinstance(manifold, Oblique) else found / scale, expected, atol=1e-4)
-
-
-def test_project_gives_the_nearest_stiefel_point():
-    w = tall_matrices(14)
-    np.testing.assert_allclose(Stiefel(radius=2.0).project(w), 2 * polar(w), atol=1e-5)
-
-
-def test_projected_zero_weights_can_be_trained():
-    params = project_params({"w": jnp.zeros((4, 6))}, {"*": Stiefel()})
-    optimizer = manifold_muon(0.02, {"*": Stiefel()}, adam_learning_rate=0.0, solver=QUICK)
-    updates, _ = optimizer.update(
-        {"w": jnp.asarray(tall_matrices(15, (4, 6)))}, optimizer.init(params), params
-    )
-    assert constraint_violations(optax.apply_updates(params, updates), {"*": Stiefel()})["w"].max() < 1e-5
 
 
 # ---------------------------------------------------------------------------- training
