@@ -9,7 +9,7 @@ decompositions are counted: elementwise operations and reductions, of a lower or
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from experiments.benchmarks.decompositions import DECOMPOSITIONS, UNKNOWN_DECOMPOSITIONS
 from experiments.benchmarks.jaxprs import (
     CALLS,
+    Choices,
     Path,
+    choices,
     constant_trips,
     live,
     opened,
     platform_branch,
-    while_loops,
 )
 
 PRODUCT = "product"
@@ -58,6 +59,8 @@ class Loop(NamedTuple):
 
 Trips = float | Callable[[Loop], float]
 """Trip count of the data-dependent loops: one for all, or one for each."""
+Shares = Callable[[int], Sequence[float]]
+"""Number of a data-dependent `cond` among the program's, from 0 -> how often each branch runs, as a share."""
 
 
 class Kind(NamedTuple):
@@ -144,6 +147,7 @@ def count_flops(
     *args: Any,
     platform: str = "cpu",
     trips: Trips | None = None,
+    shares: Shares | None = None,
     per_device: bool = False,
 ) -> Flops:
     """The operations of `function(*args)`.
@@ -158,6 +162,7 @@ def count_flops(
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       platform: `cpu`, `tpu`, `cuda` or `rocm`, whichever machine this runs on.
       trips: of the data-dependent `while` loops.
+      shares: of the branches of data-dependent `cond`s, instead of the dearest for all.
       per_device: count the body of a `shard_map` for one device, not for all of its mesh. What stands
         outside of every `shard_map` is counted as if each device did the whole of it.
 
@@ -165,24 +170,18 @@ def count_flops(
       ValueError: a data-dependent loop is met and `trips` is None, the platform has no branch, or products
         stand in an operation that this counter does not know.
     """
-    return count_jaxpr(jax.make_jaxpr(function)(*args), platform=platform, trips=trips, per_device=per_device)
-
-
-def count_jaxpr(
-    jaxpr: ClosedJaxpr, *, platform: str = "cpu", trips: Trips | None = None, per_device: bool = False
-) -> Flops:
-    """`count_flops` of a function that has been traced."""
-    program = live(jaxpr).jaxpr
-    loops = while_loops(program, platform)
-    return Flops(_Walk(platform, trips, per_device, loops).body(program, "", ()))
+    program = live(jax.make_jaxpr(function)(*args)).jaxpr
+    walk = _Walk(platform, trips, shares, per_device, choices(program, platform))
+    return Flops(walk.body(program, "", ()))
 
 
 @dataclass(frozen=True)
 class _Walk:
     platform: str
     trips: Trips | None
+    shares: Shares | None
     per_device: bool
-    loops: list[Path]
+    choices: Choices
 
     def body(self, jaxpr: Jaxpr | ClosedJaxpr, scope: str, path: Path) -> Counter[Kind]:
         counts: Counter[Kind] = Counter()
@@ -231,16 +230,19 @@ class _Walk:
 
     def _loop(self, eqn: JaxprEqn, scope: str, path: Path) -> Loop:
         carry = eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
-        depth = sum(path[: len(outer)] == outer for outer in self.loops) - 1
-        return Loop(scope, tuple(value.aval for value in carry), self.loops.index(path), depth)
+        depth = sum(path[: len(outer)] == outer for outer in self.choices.loops) - 1
+        return Loop(scope, tuple(value.aval for value in carry), self.choices.loops.index(path), depth)
 
     def _cond(self, eqn: JaxprEqn, scope: str, path: Path) -> Counter[Kind]:
         chosen = platform_branch(eqn, self.platform)
         branches = eqn.params["branches"]
         if chosen is not None:
             return self.body(branches[chosen], scope, (*path, chosen))
-        counts = (self.body(branch, scope, (*path, index)) for index, branch in enumerate(branches))
-        return max(counts, key=lambda count: sum(count.values()))
+        counts = [self.body(branch, scope, (*path, index)) for index, branch in enumerate(branches)]
+        if self.shares is None:
+            return max(counts, key=lambda count: sum(count.values()))
+        shares = self.shares(list(self.choices.conds).index(path))
+        return sum((_times(*pair) for pair in zip(counts, shares, strict=True)), Counter())
 
 
 _UNCOUNTED = UNKNOWN_DECOMPOSITIONS | {

@@ -1,7 +1,7 @@
 """What a counter and an interpreter of jaxprs both need to know of their structure."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -61,18 +61,31 @@ def bodies(eqn: JaxprEqn, platform: str) -> Iterator[tuple[int, Jaxpr]]:
         yield 0, opened(params[CALLS.get(name, "jaxpr")])
 
 
-def while_loops(jaxpr: Jaxpr, platform: str) -> list[Path]:
-    """Paths of all `while` loops that a platform runs, in the program's order, outer before inner."""
+class Choices(NamedTuple):
+    """Paths of the equations that decide by data what runs, in the program's order, outer first."""
 
-    def walk(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:
+    loops: list[Path]
+    """Every `while`."""
+    conds: dict[Path, int]
+    """Every `cond`, but for those that the platform decides -> how many branches it has."""
+
+
+def choices(jaxpr: Jaxpr, platform: str) -> Choices:
+    """The program's, as far as the platform runs it."""
+    found = Choices([], {})
+
+    def walk(jaxpr: Jaxpr, path: Path) -> None:
         for place, eqn in enumerate(jaxpr.eqns):
             here = (*path, place)
             if eqn.primitive.name == "while":
-                yield here
+                found.loops.append(here)
+            elif eqn.primitive.name == "cond" and platform_branch(eqn, platform) is None:
+                found.conds[here] = len(eqn.params["branches"])
             for index, body in bodies(eqn, platform):
-                yield from walk(body, (*here, index))
+                walk(body, (*here, index))
 
-    return list(walk(jaxpr, ()))
+    walk(jaxpr, ())
+    return found
 
 
 def constant_trips(eqn: JaxprEqn) -> int | None:

@@ -1,4 +1,4 @@
-"""How often data-dependent loops run on real data: a jaxpr's interpreter that counts trips as it goes.
+"""What data-dependent loops and branches do on real data: a jaxpr's interpreter that counts as it goes.
 
 It can run the branches of another platform than the machine's: a TPU's products on a CPU, say.
 """
@@ -6,18 +6,29 @@ It can run the branches of another platform than the machine's: a TPU's products
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jaxtyping import Int
 
-from experiments.benchmarks.jaxprs import CALLS, Path, live, opened, platform_branch, while_loops
+from experiments.benchmarks.jaxprs import CALLS, Choices, Path, choices, live, opened, platform_branch
 
 
-def measure_trips(function: Callable[..., Any], *args: Any, platform: str = "cpu") -> tuple[Any, np.ndarray]:
+class Measured(NamedTuple):
+    """What data decided while a function ran."""
+
+    trips: tuple[float, ...]
+    """Of each `while` loop (by `flops.Loop.number`), the mean number of trips each time that it was entered;
+    0 for one that never was. A loop over a batch runs as long as its slowest member."""
+    shares: tuple[tuple[float, ...], ...]
+    """Of each data-dependent `cond`, the share of the times that each branch was taken; all 0 if none was."""
+
+
+def measure(function: Callable[..., Any], *args: Any, platform: str = "cpu") -> tuple[Any, Measured]:
     """Runs `function(*args)` as `platform` would, and counts.
 
     Args:
@@ -26,38 +37,56 @@ def measure_trips(function: Callable[..., Any], *args: Any, platform: str = "cpu
       platform: whose branches to run; all of them must be able to run here.
 
     Returns:
-      The function's result, and for each `while` loop (by `flops.Loop.number`) the mean number of trips each
-      time that it was entered; NaN for one that never was. A loop over a batch runs as long as its slowest
-      member.
+      The function's result, and what was counted.
 
     Raises:
-      ValueError: a loop stands in a `shard_map`.
+      ValueError: a loop or a branch stands in a `shard_map`.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     closed = live(closed)
-    loops = while_loops(closed.jaxpr, platform)
-    interpreter = _Interpreter(platform, {path: number for number, path in enumerate(loops)})
+    found = choices(closed.jaxpr, platform)
+    interpreter = _Interpreter(platform, found)
 
     @jax.jit
-    def run(consts: list[Array], leaves: list[Array]) -> tuple[list[Array], Array]:
-        counters = jnp.zeros((2, len(loops)), jnp.int32)
-        return interpreter.body(closed.jaxpr, consts, leaves, (), counters)
+    def run(consts: list[Array], leaves: list[Array]) -> tuple[list[Array], Counters]:
+        return interpreter.body(closed.jaxpr, consts, leaves, (), Counters.zero(found))
 
-    result, (entries, trips) = run(closed.consts, jax.tree.leaves(args))
-    mean = np.divide(trips, entries, out=np.full(len(loops), np.nan), where=np.asarray(entries) > 0)
-    return jax.tree.unflatten(jax.tree.structure(shape), result), mean
+    result, counters = run(closed.consts, jax.tree.leaves(args))
+    counters = jax.device_get(counters)
+    trips = counters.trips / np.maximum(counters.entries, 1)
+    shares = counters.taken / np.maximum(counters.taken.sum(axis=1, keepdims=True), 1)
+    branches = [tuple(row[:count].tolist()) for row, count in zip(shares, found.conds.values(), strict=True)]
+    measured = Measured(tuple(trips.tolist()), tuple(branches))
+    return jax.tree.unflatten(jax.tree.structure(shape), result), measured
+
+
+class Counters(NamedTuple):
+    """What the interpreter carries along."""
+
+    entries: Int[Array, " loops"]
+    trips: Int[Array, " loops"]
+    taken: Int[Array, "conds branches"]
+
+    @classmethod
+    def zero(cls, found: Choices) -> Self:
+        loops, most = jnp.zeros(len(found.loops), jnp.int32), max(found.conds.values(), default=0)
+        return cls(loops, loops, jnp.zeros((len(found.conds), most), jnp.int32))
+
+
+_Counted = tuple[list[Any], Counters]
+"""An equation's or a body's results, and the counters after it."""
 
 
 @dataclass(frozen=True)
 class _Interpreter:
-    """Every method takes and gives the counters: entries and trips of each loop."""
+    """Every method takes the counters and gives them back."""
 
     platform: str
-    numbers: dict[Path, int]
+    choices: Choices
 
     def body(
-        self, jaxpr: Jaxpr, consts: list[Any], args: list[Any], path: Path, counters: Array
-    ) -> tuple[list[Any], Array]:
+        self, jaxpr: Jaxpr, consts: list[Any], args: list[Any], path: Path, counters: Counters
+    ) -> _Counted:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(variable: Any) -> Any:
@@ -69,9 +98,7 @@ class _Interpreter:
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(variable) for variable in jaxpr.outvars], counters
 
-    def _equation(
-        self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Array
-    ) -> tuple[list[Any], Array]:
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Counters) -> _Counted:
         name, params = eqn.primitive.name, eqn.params
         if name == "while":
             return self._while(eqn, operands, path, counters)
@@ -81,28 +108,22 @@ class _Interpreter:
             return self._cond(eqn, operands, path, counters)
         if name in CALLS:
             return self._closed(params[CALLS[name]], operands, (*path, 0), counters)
-        if any(loop[: len(path)] == path for loop in self.numbers):
-            raise ValueError(f"loops inside {name} cannot be counted")
+        if any(inside[: len(path)] == path for inside in (*self.choices.loops, *self.choices.conds)):
+            raise ValueError(f"loops and branches inside {name} cannot be counted")
         # As `jax.core.eval_jaxpr` does it.
         with eqn.ctx.manager:
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
         return (results if eqn.primitive.multiple_results else [results]), counters
 
-    def _closed(self, jaxpr: Any, args: list[Any], path: Path, counters: Array) -> tuple[list[Any], Array]:
+    def _closed(self, jaxpr: Any, args: list[Any], path: Path, counters: Counters) -> _Counted:
         return self.body(opened(jaxpr), getattr(jaxpr, "consts", []), args, path, counters)
 
-    def _while(
-        self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Array
-    ) -> tuple[list[Any], Array]:
-        params, number = eqn.params, self.numbers[path]
-        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        cond_consts, body_consts, start = (
-            operands[: split[0]],
-            operands[split[0] : split[1]],
-            operands[split[1] :],
-        )
+    def _while(self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Counters) -> _Counted:
+        params, number = eqn.params, self.choices.loops.index(path)
+        cond_consts, rest = _split(operands, params["cond_nconsts"])
+        body_consts, start = _split(rest, params["body_nconsts"])
 
-        def going(carry: list[Any], counters: Array) -> tuple[Array, Array]:
+        def going(carry: list[Any], counters: Counters) -> tuple[Array, Counters]:
             args = [*cond_consts, *carry]
             (going,), counters = self._closed(params["cond_jaxpr"], args, (*path, 0), counters)
             return going, counters
@@ -112,15 +133,15 @@ class _Interpreter:
             new, counters = self._closed(params["body_jaxpr"], [*body_consts, *carry], (*path, 1), counters)
             # Of a batch, the members that have ended stay as they are.
             new = [jnp.where(_leading(going_on, old), x, old) for x, old in zip(new, carry, strict=True)]
-            return new, *going(new, counters.at[1, number].add(1))
+            counters = counters._replace(trips=counters.trips.at[number].add(1))
+            return new, *going(new, counters)
 
-        state = start, *going(start, counters.at[0, number].add(1))
+        counters = counters._replace(entries=counters.entries.at[number].add(1))
+        state = start, *going(start, counters)
         carry, _, counters = jax.lax.while_loop(lambda state: jnp.any(state[1]), step, state)
         return carry, counters
 
-    def _scan(
-        self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Array
-    ) -> tuple[list[Any], Array]:
+    def _scan(self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Counters) -> _Counted:
         params = eqn.params
         consts, rest = _split(operands, params["num_consts"])
         start, xs = _split(rest, params["num_carry"])
@@ -136,9 +157,7 @@ class _Interpreter:
         (carry, counters), ys = jax.lax.scan(step, (start, counters), xs, length, reverse=reverse)
         return [*carry, *ys], counters
 
-    def _cond(
-        self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Array
-    ) -> tuple[list[Any], Array]:
+    def _cond(self, eqn: JaxprEqn, operands: list[Any], path: Path, counters: Counters) -> _Counted:
         index, *args = operands
         branches = [
             partial(self._closed, branch, path=(*path, place))
@@ -147,6 +166,8 @@ class _Interpreter:
         chosen = platform_branch(eqn, self.platform)
         if chosen is not None:
             return branches[chosen](args, counters=counters)
+        number = list(self.choices.conds).index(path)
+        counters = counters._replace(taken=counters.taken.at[number, index].add(1))
         return jax.lax.switch(index, [lambda a, c, b=b: b(a, counters=c) for b in branches], args, counters)
 
 

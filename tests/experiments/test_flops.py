@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -232,15 +233,25 @@ def test_products_are_grouped_by_the_innermost_scope() -> None:
     assert count.products == 5 * PRODUCT == (count + count).products / 2
 
 
-def test_dual_ascent_is_its_matrix_signs_and_small_products() -> None:
-    batch, m, n, steps, iterations = 2, 12, 4, 6, 3
-    solver = DualAscent(iterations=iterations, msign_steps=steps)
+def test_newton_schulz_by_hand() -> None:
+    batch, m, n, steps = 2, 12, 4, 6
+    muon = optax.contrib.scale_by_muon(
+        ns_steps=steps, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
+    )
     x = shaped(batch, m, n)
-    sign = steps * (2 * m * n**2 + 2 * n**3 + 2 * m * n**2)
-    assert count_flops(partial(msign, steps=steps), x).products == batch * sign
+    count = count_flops(lambda g, state: muon.update(g, state)[0], x, jax.eval_shape(muon.init, x))
+    assert count.products == batch * steps * (2 * m * n**2 + 2 * n**3 + 2 * m * n**2)
+    assert count.products_by_precision().keys() == {"float32 default"}
+
+
+def test_dual_ascent_is_its_matrix_signs_and_small_products() -> None:
+    batch, m, n, iterations = 2, 12, 4, 3
+    solver = DualAscent(iterations=iterations)
+    x = shaped(batch, m, n)
+    sign = count_flops(partial(msign, steps=solver.msign_steps), x).products
     # Each iteration: a sign, W L and W^T A; the start W^T G; the last needs no W^T A.
-    count = count_flops(lambda g, w: solver(g, w, Stiefel()), x, x)
-    assert count.products == batch * (iterations * (sign + 2 * 2 * m * n**2))
+    count = count_flops(lambda g, w: solver(g, w, Stiefel()).direction, x, x)
+    assert count.products == iterations * (sign + batch * 2 * 2 * m * n**2)
     assert count.products_by_precision().keys() == {"float32 highest"}
 
 

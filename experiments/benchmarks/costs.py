@@ -1,0 +1,62 @@
+"""What an optimiser's step costs: operations, here and on an accelerator."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.benchmarks.flops import Flops, Loop, count_flops
+from experiments.benchmarks.optimizers import Contender
+from experiments.benchmarks.trips import Measured, measure
+
+HERE, ACCELERATOR = "cpu", "tpu"
+
+
+class StepCosts(NamedTuple):
+    """Operations of one step of the whole optimiser."""
+
+    here: Flops
+    """As a CPU runs it: eigendecompositions, one matrix after the other."""
+    accelerator: Flops
+    """As a GPU or TPU runs it: matrix products, whole stacks at once."""
+
+
+class Position(NamedTuple):
+    """Where an optimiser is before a step."""
+
+    params: Any
+    state: Any
+    gradient: Any
+
+
+def measured_step(contender: Contender, position: Position, platform: str) -> Measured:
+    """What data decides in a step, found by running it here as on this platform."""
+    return measure(contender.step, *position, platform=platform)[1]
+
+
+def trips(contender: Contender, position: Position, platform: str) -> Sequence[float]:
+    """The trips alone of `measured_step`."""
+    return measured_step(contender, position, platform).trips
+
+
+def step_flops(
+    contender: Contender, params: Any, platform: str, measured: Measured, iterations: float | None = None
+) -> Flops:
+    """Operations of a step.
+
+    Args:
+      contender: the optimiser.
+      params: its parameters; their shapes suffice.
+      platform: whose branches run.
+      measured: in a step of the same contender on any parameters of the same names.
+      iterations: of the solver, instead of the measured.
+    """
+
+    def of(loop: Loop) -> float:
+        # The solver's iterations are the only loops that stand in no other.
+        return iterations if iterations is not None and loop.depth == 0 else measured.trips[loop.number]
+
+    params = jax.eval_shape(lambda x: x, params)
+    state = jax.eval_shape(contender.optimizer.init, params)
+    shares = measured.shares.__getitem__
+    return count_flops(contender.step, params, state, params, platform=platform, trips=of, shares=shares)

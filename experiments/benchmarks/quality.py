@@ -1,0 +1,65 @@
+"""How good a direction is, judged in float64 and apart from the solver that found it."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from manifold_muon import GramSolver, Manifold
+
+_FOR_THE_BOUND = GramSolver(tolerance=3e-3, max_iterations=60, method="eigh")
+
+
+class Quality(NamedTuple):
+    """Of a direction A for G at a point W of a manifold."""
+
+    achieved: float
+    """<G, A'> over a proven upper bound on the optimum, for A' = A made tangent, then scaled into the unit
+    ball: at least this share of the optimum is reached. NaN where the bound is zero."""
+    tangency: float
+    """||H||_F / n, H_ij = P(W^T A + A^T W)_ij / (|w_i| |w_j|), for A as it is."""
+    norm: float
+    """||A||_2, for A as it is."""
+
+
+def judge(g: np.ndarray, a: np.ndarray, w: np.ndarray, manifold: Manifold) -> Quality:
+    """Judges one direction.
+
+    Args:
+      g: what it is to be steep for (m, n), tall, in any units.
+      a: the direction.
+      w: the point, at radius 1.
+      manifold: where it lies, at radius 1.
+    """
+    g, a, w = (np.asarray(x, np.float64) for x in (g, a, w))
+    squares = np.sum(w * w, axis=0)
+    residual = _project(manifold, w.T @ a + a.T @ w)
+    # W times this correction is exactly what is not tangent: on Stiefel and DGram W^T W is diagonal, on
+    # Oblique the correction is.
+    tangent = a - w @ (residual / (squares[:, None] + squares))
+    feasible = tangent / max(1.0, np.linalg.norm(tangent, 2))
+    bound = upper_bound(g, w, manifold)
+    return Quality(
+        np.sum(g * feasible) / bound if bound > 0 else np.nan,
+        np.linalg.norm(residual / np.sqrt(np.outer(squares, squares))) / len(squares),
+        np.linalg.norm(a, 2),
+    )
+
+
+def upper_bound(g: np.ndarray, w: np.ndarray, manifold: Manifold) -> float:
+    """A bound on max <G, A> over tangent A with ||A||_2 <= 1, within about 0.3 % of it.
+
+    By weak duality `||G + 2 W L||_*` is one for every symmetric L = P(L); a solver only proposes the L, and
+    the norm is computed in float64.
+    """
+    solution = _FOR_THE_BOUND(jnp.asarray(g, jnp.float32), jnp.asarray(w, jnp.float32), manifold)
+    proposed = solution.dual
+    dual = np.zeros((g.shape[1],) * 2) if proposed is None else np.asarray(proposed, np.float64)
+    # It is given in units of G's RMS singular value.
+    dual = _project(manifold, dual + dual.T) / 2 * np.linalg.norm(g) / np.sqrt(g.shape[1])
+    return float(np.linalg.norm(g + 2 * w @ dual, "nuc"))
+
+
+def _project(manifold: Manifold, symmetric: np.ndarray) -> np.ndarray:
+    mask = np.asarray(manifold.project_symmetric(jnp.ones(symmetric.shape, jnp.float32)), np.float64)
+    return mask * symmetric
