@@ -38,7 +38,7 @@ class ManifoldMuonState(NamedTuple):
 
     mu: optax.Updates
     dual: Any
-    """The solver's warm starts: a tree like params of (*batch, n, n), or (*batch, 0, 0) where it has none."""
+    """Warm starts of the solver, like params: (*batch, n, n), or zeros (*batch, 1, 1) if there is none."""
     diagnostics: Diagnostics
 
 
@@ -92,9 +92,9 @@ def scale_by_manifold_muon(
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
 
         def dual(name: str, leaf: Array) -> Array:
-            shape = _tall_shape(leaf, assigned[name])
-            start = solve.init(shape, assigned[name].manifold.with_radius(1.0))
-            return jnp.zeros((*shape[:-2], 0, 0), jnp.float32) if start is None else start
+            start = _first_dual(solve, leaf, assigned[name])
+            # Not an empty array, which Orbax refuses to save.
+            return jnp.zeros((*_tall_shape(leaf, assigned[name])[:-2], 1, 1)) if start is None else start
 
         def per_matrix(value: float, dtype: DTypeLike) -> Any:
             return map_named(
@@ -124,6 +124,10 @@ def _tall_shape(leaf: Array, assigned: Assigned) -> tuple[int, ...]:
     return (*(jnp.shape(leaf)[axis] for axis in batch), *tall.shape[1:])
 
 
+def _first_dual(solve: Solver, leaf: Array, assigned: Assigned) -> Array | None:
+    return solve.init(_tall_shape(leaf, assigned), assigned.manifold.with_radius(1.0))
+
+
 def _solve(
     solve: Solver,
     g: Any,
@@ -138,12 +142,13 @@ def _solve(
     w_leaves, duals, iterations, gaps = (
         jax.tree.leaves(tree) for tree in (params, state.dual, *state.diagnostics)
     )
+    warm = [_first_dual(solve, w, spec) is not None for w, spec in zip(w_leaves, specs, strict=True)]
     solutions = map_stacked(
         lambda manifold, g, w, dual=None: solve(g, w, manifold, dual),
         [spec.manifold.with_radius(1.0) for spec in specs],
         [to_tall(x, spec.dimension_numbers) for x, spec in zip(g_leaves, specs, strict=True)],
         [to_tall(w, spec.dimension_numbers) / spec.radius for w, spec in zip(w_leaves, specs, strict=True)],
-        [_as_stack(dual) if dual.size else None for dual in duals],
+        [_as_stack(dual) if kept else None for dual, kept in zip(duals, warm, strict=True)],
         axis_name=axis_name,
     )
 
@@ -156,7 +161,7 @@ def _solve(
         from_tall(spec.radius * solution.direction, g_i.shape, spec.dimension_numbers)
         for solution, g_i, spec in zip(solutions, g_leaves, specs, strict=True)
     ]
-    new_duals = [x.dual if dual.size else dual for x, dual in zip(solutions, duals, strict=True)]
+    new_duals = [x.dual if kept else dual for x, dual, kept in zip(solutions, duals, warm, strict=True)]
     diagnostics = Diagnostics(
         like([x.iterations for x in solutions], iterations), like([x.gap for x in solutions], gaps)
     )

@@ -104,6 +104,14 @@ def test_solver_is_the_configurations() -> None:
         assert np.isnan(matrix["gap"]).all()
 
 
+@pytest.mark.parametrize("solver", ["gram", "dual_ascent"])
+def test_nothing_in_the_state_is_empty(solver: str) -> None:
+    """Orbax refuses to save an array without entries."""
+    run = RUN.with_optimizer("hetero").with_solver(solver)
+    state = jax.eval_shape(make_optimizer(run).init, init_params(run.model, jax.random.key(0)))
+    assert all(leaf.size for leaf in jax.tree.leaves(state))
+
+
 def test_adamw_has_no_solver() -> None:
     run = RUN.with_optimizer("adamw")
     assert solver_diagnostics(make_optimizer(run).init(init_params(run.model, jax.random.key(0)))) == {}
