@@ -74,6 +74,17 @@ def gram_off_diagonal(curves: Curves, styles: Styles, matrix: str) -> Figure:
     return step_panel(curves, styles, f"Gram off-diagonal, {matrix}", "largest over layers", log=True)
 
 
+def solver_iterations(curves: Curves, styles: Styles) -> Figure:
+    """Iterations of the tangent step's solver."""
+    return step_panel(curves, styles, "Solver iterations", "largest over matrices and layers", log=False)
+
+
+def solver_gap(curves: Curves, styles: Styles) -> Figure:
+    """Relative duality gap of the tangent step, on a logarithmic scale; dual ascent does not know its own."""
+    title, axis = "Relative duality gap", "largest over matrices and layers"
+    return step_panel(curves, styles, title, axis, log=True, empty="no gap is known")
+
+
 def _loss_limits(curves: Curves) -> Limits | None:
     """From the lowest loss to just above the highest first one: an explosion must not flatten the rest."""
     finite = [values[np.isfinite(values)] for _, values in curves.values()]

@@ -24,15 +24,13 @@ _SWEEPS = Table(
     {
         "run": lambda row: row.label,
         "solver": lambda row: row.solver,
-        "largest stable rate": lambda row: _of(row.largest, "rate", "g"),
-        "why no larger": lambda row: row.end,
         "best loss": lambda row: _of(row.best, "validation_loss", ".4f"),
         "at rate": lambda row: _of(row.best, "rate", "g"),
         f"largest rate within {CLOSE} of it": lambda row: text(row.close, "g"),
-        "at the largest stable rate: singular value, attention": lambda row: _of(
-            row.largest, "sigma_max_attention", ".3g"
-        ),
-        "MLP": lambda row: _of(row.largest, "sigma_max_mlp", ".3g"),
+        "largest stable rate": lambda row: _of(row.largest, "rate", "g"),
+        "why no larger": lambda row: row.end,
+        "there: singular value, attention": lambda row: _of(row.largest, "sigma_max_attention", ".3g"),
+        "singular value, MLP": lambda row: _of(row.largest, "sigma_max_mlp", ".3g"),
         "attention logit": lambda row: _of(row.largest, "max_logit", ".3g"),
         "saturated rows": lambda row: _of(row.largest, "saturated", ".1%"),
     },

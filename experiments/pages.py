@@ -70,11 +70,14 @@ def text(value: float | str | None, spec: str = ".4f") -> str:
 def setting(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a report says of its runs' common setting, from the facts of one of them (see `RunRecord`)."""
     config, corpus = facts["config"], facts["corpus"]
+    optimizer = config["optimizer"]
     return {
         **{name: config["model"][name] for name in ("layers", "heads", "width", "context")},
         "steps": config["steps"],
         "batch": config["data"]["batch_size"],
         "seed": config["seed"],
+        "solver": optimizer["solver"],
+        "retraction": optimizer["dgram_retraction"],
         "corpus": corpus["description"],
         "fingerprint": corpus["fingerprint"],
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),

@@ -86,7 +86,14 @@ class RunRecord:
 
     def violation(self) -> panels.Curve:
         """Largest violation of the assigned constraints, over matrices and layers."""
-        each = [self.probe("weights", matrix, "violation")[1] for matrix in MATRICES]
+        return self._over_matrices("weights", "violation")
+
+    def solver(self, quantity: str) -> panels.Curve:
+        """Largest `iterations` or `gap` of the step before each evaluation, over matrices and layers."""
+        return self._over_matrices("solver", quantity)
+
+    def _over_matrices(self, group: str, quantity: str) -> panels.Curve:
+        each = [self.probe(group, matrix, quantity)[1] for matrix in MATRICES]
         return _steps(self.evals), np.max(each, axis=0)
 
 

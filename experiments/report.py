@@ -151,6 +151,10 @@ def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
     drawn["constraint_violation"] = figures.constraint_violation(
         {run.name: run.violation() for run in runs}, styles
     )
+    drawn["solver_iterations"] = figures.solver_iterations(
+        {run.name: run.solver("iterations") for run in runs}, styles
+    )
+    drawn["solver_gap"] = figures.solver_gap({run.name: run.solver("gap") for run in runs}, styles)
     return drawn
 
 

@@ -22,7 +22,12 @@ from experiments.corpus import Corpus, load, train_batches, validation_batches
 from experiments.files import RESULT, check_config, check_corpus, read_json, write_config, write_json
 from experiments.metrics import RunEnded, RunLog, Update
 from experiments.model import GPT2, init_params
-from experiments.optimizers import learning_rate_schedule, make_optimizer, prepare_params
+from experiments.optimizers import (
+    learning_rate_schedule,
+    make_optimizer,
+    prepare_params,
+    solver_diagnostics,
+)
 from experiments.probes import make_probe
 
 
@@ -110,6 +115,12 @@ def make_evaluation(config: Run, corpus: Corpus) -> Callable[[Any], dict[str, An
     loss, probe = functools.partial(mean_loss, GPT2(config.model)), make_probe(config)
     evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: loss(params, x), batches).mean())
     return lambda params: jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
+
+
+def _solver(state: TrainState) -> dict[str, Any]:
+    """What an `eval` line records of the last step's solver; nothing where there is none."""
+    found = jax.device_get(solver_diagnostics(state.opt_state))
+    return {"solver": found} if found else {}
 
 
 class Program(NamedTuple):
@@ -201,7 +212,7 @@ def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoint
         if step == start + 1 or evaluation_due or save_due or step % config.log_every == 0:
             log.read()
         if evaluation_due:
-            log.evaluation(step, program.evaluate(state.params))
+            log.evaluation(step, {**program.evaluate(state.params), **_solver(state)})
         if save_due:
             log.flush()  # Before the save: what a checkpoint covers is never computed again.
             checkpoints.save(step, state)

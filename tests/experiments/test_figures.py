@@ -26,6 +26,8 @@ PANELS: list[Callable] = [
     figures.softmax_jacobian,
     figures.constraint_violation,
     lambda curves, styles: figures.gram_off_diagonal(curves, styles, "c_fc"),
+    figures.solver_iterations,
+    figures.solver_gap,
 ]
 
 

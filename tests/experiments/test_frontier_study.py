@@ -203,7 +203,7 @@ def test_results_are_the_hand_computed_ones(reported: tuple[Path, str]) -> None:
 def test_report_holds_everything(reported: tuple[Path, str]) -> None:
     folder, printed = reported
     page, results = (folder / "report.html").read_text(), json.loads((folder / "results.json").read_text())
-    row = "| all-DGram | gram | 0.005 | diverged at step 3 at 0.01 | 1.1800 | 0.005 | 0.005 |"
+    row = "| all-DGram | gram | 1.1800 | 0.005 | 0.005 | 0.005 | diverged at step 3 at 0.01 | 2.06 |"
     assert row in printed and row in (folder / "results.md").read_text()
     assert "none-gram-lr0.08: finished, validation loss 1.0600" in printed
     assert "none-gram-lr0.16: diverged, validation loss 9.0000" in printed

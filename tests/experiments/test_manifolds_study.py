@@ -44,6 +44,11 @@ def test_runs_end_each_its_own_way(config: Run, tmp_path: Path, capsys: pytest.C
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [line["step"] for line in evaluations] == [0, 3, 6]
     assert max(evaluations[-1]["weights"]["mlp/c_fc"]["violation"]) < 1e-3
+    assert "solver" not in evaluations[0]  # nothing has been solved yet
+    solver = evaluations[-1]["solver"]
+    assert set(solver) == {"attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj"}
+    assert solver["attn/c_proj"] == {"iterations": [0, 0], "gap": [pytest.approx(0, abs=1e-2)] * 2}
+    assert all(len(matrix["iterations"]) == len(matrix["gap"]) == 2 for matrix in solver.values())
 
     before = report.read_bytes()
     manifolds.run_study(config, study, ("adamw", "none", "stiefel"), progress=False)

@@ -58,6 +58,10 @@ def eval_line(step: int, loss: float | None, name: str) -> dict:
         "violation": [1e-7, 3e-7] if name in held else [0, 0],
     }
     matrices = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
+    solver = {
+        matrix: {"iterations": [place, 2 + step // 10], "gap": [0.001 * place, 0.009]}
+        for place, matrix in enumerate(matrices)
+    }
     return {
         "kind": "eval",
         "step": step,
@@ -69,6 +73,7 @@ def eval_line(step: int, loss: float | None, name: str) -> dict:
             "jacobian": [0.3 / scale, 0.2],
         },
         "weights": dict.fromkeys(matrices, weights),
+        **({"solver": solver} if step and name != "adamw" else {}),
     }
 
 
@@ -189,10 +194,11 @@ def test_html_holds_everything_and_loads_nothing(study: Path) -> None:
     assert not re.search(r"<script|<link|@import|url\(|http", text)
     assert "$" not in text
     images = re.findall(r'<img alt="[^"]+" src="data:image/png;base64,([^"]+)">', page)
-    assert len(images) == len(set(images)) == len(list(study.glob("*.png"))) == page.count("How to read") + 7
+    assert len(images) == len(set(images)) == len(list(study.glob("*.png"))) == page.count("How to read") + 8
     assert "my &lt;own&gt; run" in page and "<own>" not in page
     assert "made-up &lt;text&gt;" in page and "c0ffee" in page and "jax 0.0.1, flax 0.0.2" in page
     assert "running, step 20 of 60" in page
+    assert "step: gram; DGram's retraction: frame." in page
     assert "hetero: the last line of metrics.jsonl was cut short" in page
     assert "(2 layers, 4 heads, width 32, context 16 tokens) for 60 steps" in page
     best = re.findall(r"<tr class=best>.*", page)
@@ -262,6 +268,13 @@ def test_probe_reduces_layers_and_keeps_gaps(study: Path) -> None:
     np.testing.assert_allclose(smallest, [0.1, 0.05, 0.1 / 3, 0.025])
     np.testing.assert_allclose(runs["stiefel"].violation()[1], 3e-7)
     assert np.isnan(runs["dgram"].probe("attention", "unheard-of")[1]).all()
+
+
+def test_solver_is_the_largest_over_matrices_and_layers(study: Path) -> None:
+    runs = {run.name: run for run in report.read_runs(study)}
+    np.testing.assert_array_equal(runs["dgram"].solver("iterations")[1], [np.nan, 3, 4, 5])
+    np.testing.assert_allclose(runs["dgram"].solver("gap")[1], [np.nan, 0.009, 0.009, 0.009])
+    assert np.isnan(runs["adamw"].solver("gap")[1]).all()
 
 
 def test_differences_between_runs_are_noted(tmp_path: Path) -> None:
