@@ -16,7 +16,11 @@ from manifold_muon.manifolds import DGram, Manifold, Stiefel
 from manifold_muon.unit_ball import into_ball, squared_norm
 from spectral.products import matmul, symmetric_product
 
-_NORM_ITERATIONS = 10
+_NORM_ITERATIONS = 16
+_ROUNDING = 5e-7
+"""Of a float32 Gram matrix, relative to its norm."""
+_SVD_NOISE = 3e-4
+"""The same for M itself, in units of g's RMS singular value; and for g = 0."""
 _INNER_STEPS = 8
 _INNER_TOLERANCE = 3e-2
 """Of the inner solve, on the square of the preconditioned residual's norm."""
@@ -35,18 +39,21 @@ class Problem(NamedTuple):
     """D; its diagonal alone on manifolds with orthogonal columns."""
     sums: Float[Array, "n n"]
     """D_ii + D_jj."""
+    noise: Float[Array, ""]
+    """Least damping: singular values of M below it drown in the rounding of M^T M."""
 
     @classmethod
     def create(cls, g: Float[Array, "m n"], w: Float[Array, "m n"], manifold: Manifold) -> "Problem":
-        diagonal = jnp.sum(w * w, axis=0)
+        diagonal, gram_g = jnp.sum(w * w, axis=0), symmetric_product(g.mT, g)
         orthogonal = isinstance(manifold, (Stiefel, DGram))
         return cls(
             g,
             w,
-            symmetric_product(g.mT, g),
+            gram_g,
             matmul(g.mT, w),
             diagonal if orthogonal else symmetric_product(w.mT, w),
             diagonal[:, None] + diagonal,
+            jnp.maximum(jnp.sqrt(_ROUNDING * jnp.linalg.norm(gram_g)), _SVD_NOISE),
         )
 
     def first_dual(self, manifold: Manifold) -> Float[Array, "n n"]:
@@ -84,12 +91,12 @@ def evaluate(
     """The damped direction at a dual variable, made tangent, and the bounds that it gives."""
     d_dual = problem.times_gram_w(dual)
     if isinstance(backend, Svd):
-        a, inverse = backend.direction(problem.g + 2 * matmul(problem.w, dual), damping)
+        a, inverse = backend.direction(problem.g + 2 * matmul(problem.w, dual), damping, _SVD_NOISE)
         w_a, g_a = matmul(problem.w.mT, a), jnp.sum(problem.g * a)
     else:
         half = 2 * matmul(problem.cross + d_dual.mT, dual)
         gram = problem.gram_g + half + half.mT
-        inverse = backend.inverse_root(gram, damping)
+        inverse = backend.inverse_root(gram, damping, problem.noise)
         w_a = matmul(problem.cross.mT + 2 * d_dual, inverse.root)
         g_a = jnp.sum(gram * inverse.root) - 2 * jnp.sum(dual * w_a)  # tr(M^T A) - 2 tr(L W^T A)
     residual = manifold.project_symmetric(w_a + w_a.mT)

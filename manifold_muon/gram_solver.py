@@ -135,7 +135,9 @@ class GramSolver:
         search = self._search(problem, manifold, backend, dual, closed_form=_closed_form(g.shape, manifold))
         with jax.named_scope("direction"):
             a = direction(problem, manifold, backend, search.best)
-        return Solution(a, search.at.dual, search.iterations, search.gap)
+        # Of the direction as it is: rounding in Gram space may have flattered the search.
+        gap = search.gap_of(jnp.sum(g * a))
+        return Solution(a, search.at.dual, search.iterations, gap)
 
     def _search(
         self, problem: Problem, manifold: Manifold, backend: Backend | Svd, dual: Array, closed_form: bool
@@ -192,13 +194,18 @@ class _Search(NamedTuple):
 
     @property
     def gap(self) -> Float[Array, ""]:
+        return self.gap_of(self.best.lower)
+
+    def gap_of(self, value: Float[Array, ""]) -> Float[Array, ""]:
+        """Relative to the upper bound."""
         n = len(self.at.vector)
-        return jnp.maximum(self.upper - self.best.lower, 0) / jnp.maximum(self.upper, _NEGLIGIBLE * n)
+        return jnp.maximum(self.upper - value, 0) / jnp.maximum(self.upper, _NEGLIGIBLE * n)
 
     def moved(self, at: Evaluation, memory: Anderson, level: Array) -> "_Search":
         better = at.lower > self.best.lower
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), at, self.best)
-        upper = jnp.minimum(self.upper, at.root.nuclear)
+        # fmin: an iterate that rounding has made NaN is no bound.
+        upper = jnp.fmin(self.upper, at.root.nuclear)
         return _Search(at, best, upper, memory, level, self.iterations + 1)
 
 

@@ -17,9 +17,6 @@ from jaxtyping import Array, Float
 from spectral.matrix_functions import polar_express_coefficients
 from spectral.products import matmul, symmetric_product
 
-_NOISE = 3e-4
-"""Least damping, in units of g's RMS singular value: the root of float32's rounding in a Gram matrix."""
-
 
 class InverseRoot(NamedTuple):
     """R and what was found on the way to it."""
@@ -35,8 +32,11 @@ class InverseRoot(NamedTuple):
 class Backend(Protocol):
     """One way from the Gram matrix to R."""
 
-    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
-        """R of M^T M, with eps = `damping` times the mean (or RMS) singular value of M."""
+    def inverse_root(
+        self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
+    ) -> InverseRoot:
+        """R of M^T M, with eps = `damping` times M's mean singular value (or half its RMS), but not below
+        `noise`."""
         ...
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -64,9 +64,9 @@ def _svd(x: Array) -> tuple[Array, Array, Array]:
 class _Spectral:
     """R and its Lyapunov equation from M's singular values and right singular vectors."""
 
-    def _inverse_root(self, values: Array, vectors: Array, damping: Array) -> InverseRoot:
+    def _inverse_root(self, values: Array, vectors: Array, damping: Array, noise: Array) -> InverseRoot:
         nuclear = jnp.sum(values)
-        epsilon = jnp.maximum(damping * nuclear / len(values), _NOISE)
+        epsilon = jnp.maximum(damping * nuclear / len(values), noise)
         sigma = jnp.sqrt(values**2 + epsilon**2)
         return InverseRoot(symmetric_product(vectors / sigma, vectors.mT), nuclear, (sigma, values, vectors))
 
@@ -81,9 +81,11 @@ class _Spectral:
 class Eigh(_Spectral):
     """By an eigendecomposition: exact to the rounding of the Gram matrix."""
 
-    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
+    def inverse_root(
+        self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
+    ) -> InverseRoot:
         values, vectors = _eigh(gram)
-        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping)
+        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise)
 
     def times_direction_gram(
         self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
@@ -97,10 +99,12 @@ class Eigh(_Spectral):
 class Svd(_Spectral):
     """By a singular value decomposition of M: exact to M's own rounding."""
 
-    def direction(self, m: Float[Array, "m n"], damping: Float[Array, ""]) -> tuple[Array, InverseRoot]:
+    def direction(
+        self, m: Float[Array, "m n"], damping: Float[Array, ""], noise: Float[Array, ""]
+    ) -> tuple[Array, InverseRoot]:
         """A = M R and R."""
         left, values, right = _svd(m)
-        inverse = self._inverse_root(values, right.mT, damping)
+        inverse = self._inverse_root(values, right.mT, damping, noise)
         return matmul(left * (values / inverse.factors[0]), right), inverse
 
 
@@ -121,9 +125,11 @@ class Products:
     """Smallest singular value, relative to the largest, that the polynomials are made for."""
     rank: int = 4
 
-    def inverse_root(self, gram: Float[Array, "n n"], damping: Float[Array, ""]) -> InverseRoot:
+    def inverse_root(
+        self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
+    ) -> InverseRoot:
         identity = jnp.eye(len(gram), dtype=gram.dtype) + 0 * gram
-        epsilon = jnp.maximum(0.5 * damping * jnp.sqrt(jnp.trace(gram) / len(gram)), _NOISE)
+        epsilon = jnp.maximum(0.5 * damping * jnp.sqrt(jnp.trace(gram) / len(gram)), noise)
         shifted = gram + epsilon**2 * identity
         square = symmetric_product(shifted, shifted)
         # ||N^2||_F^{1/2} = (sum s^8)^{1/4} bounds the largest eigenvalue s^2 of N, within n^{1/4} of it.

@@ -44,5 +44,7 @@ def into_ball(a: Float[Array, "m n"], vector: Float[Array, " n"], iterations: in
         # As a row vector: transposing the matrix is slow on a CPU.
         return matmul(matmul(a, v), a)
 
-    square, _ = squared_norm(apply, vector, iterations)
+    # Rounding may have turned the leading vector: a fixed Gaussian one is orthogonal to none.
+    gaussian = jax.random.normal(jax.random.key(1), vector.shape, vector.dtype) + 0 * vector
+    square = jnp.maximum(*(squared_norm(apply, start, iterations)[0] for start in (vector, gaussian)))
     return a / jnp.sqrt(jnp.maximum(square, 1))

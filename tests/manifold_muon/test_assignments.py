@@ -181,7 +181,7 @@ def test_the_whole_optimizer_needs_params():
 @pytest.mark.parametrize("make", [scale_by_manifold_muon, lambda *a, **k: manifold_muon(0.02, *a, **k)])
 def test_unknown_solver(make):
     kwargs = {} if make is scale_by_manifold_muon else {"adam_learning_rate": 1e-3}
-    with pytest.raises(ValueError, match="unknown solver 'newton': choose gram or dual_ascent, or pass a Solver"):
+    with pytest.raises(ValueError, match="unknown solver .newton.: choose gram or dual_ascent, or pass"):
         make(KERNELS, solver="newton", **kwargs)
 
 
