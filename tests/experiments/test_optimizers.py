@@ -152,5 +152,6 @@ def test_rates_of_the_first_step() -> None:
     run = replace(RUN, optimizer=replace(RUN.optimizer, name="none", weight_decay=0.0))
     _, updates = first_update(run)
     norms = jnp.linalg.norm(updates["h"]["mlp"]["c_fc"]["kernel"], ord=2, axis=(-2, -1))
-    np.testing.assert_allclose(norms, 0.02 / 5, rtol=1e-3)
+    # Directions have spectral norm 1 to the solver's 2e-3.
+    np.testing.assert_allclose(norms, 0.02 / 5, rtol=2e-3)
     np.testing.assert_allclose(jnp.abs(updates["wte"]["embedding"]), 6e-4 / 5, rtol=1e-2)
