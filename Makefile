@@ -10,7 +10,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier test test-slow test-peers tpu-check lint format clean
+.PHONY: help demo study frontier test test-slow test-peers lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ help: ## List the targets
 demo: $(VENV)/.experiments ## From nothing to a small GPT-2 trained under six optimisers, and a report (minutes)
 	$(BIN)/python -m experiments manifolds --preset demo
 
-study: $(VENV)/.experiments ## The same with three times the steps; its result stands in the README
+study: $(VENV)/.experiments ## The same with three times the steps; the paper's algorithm: README
 	$(BIN)/python -m experiments manifolds --preset tiny
 
 frontier: $(VENV)/.experiments ## Muon's rate swept for every assignment and both solvers until runs diverge (an hour)
@@ -32,9 +32,6 @@ test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole 
 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(BIN)/python -m pytest -m peers
-
-tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's training step for TPUs, with none at hand: memory, collectives
-	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
 
 lint: $(VENV)/.test ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
