@@ -37,7 +37,7 @@ def manifolds(
     Args:
         preset_name: Size of the model and length of the runs: demo (200 steps, the default) and tiny
             (600 steps) are for a laptop, gpt2-small is the paper's setting, narrow is the frontier's
-            (half tiny's width, 200 steps).
+            (half tiny's width, 150 steps).
         dir: Folder of the study; by default runs/manifolds-PRESET, with the solver's name after it if it is
             not ours, or runs/frontier-PRESET.
         frontier: Sweep Muon's rate by factors of 2 for every assignment and both solvers until runs
@@ -75,7 +75,7 @@ _SETTINGS = tyro.extras.subcommand_type_from_defaults(
     {
         "demo": "Settings from preset demo: 200 steps on the standard library's source.",
         "tiny": "Settings from preset tiny: 600 steps on the standard library's source.",
-        "narrow": "Settings from preset narrow: half tiny's width and context, 200 steps.",
+        "narrow": "Settings from preset narrow: half tiny's width and context, 150 steps.",
         "gpt2-small": "Settings from preset gpt2-small: the paper's, on OpenWebText.",
     },
 )

@@ -51,7 +51,7 @@ def test_narrow_is_half_of_tiny() -> None:
     tiny, narrow = preset("tiny"), preset("narrow")
     assert narrow.model == replace(tiny.model, width=64, context=64)
     assert narrow.optimizer == replace(tiny.optimizer, learning_rate=3e-3)
-    assert narrow.steps == 200
+    assert narrow.steps == 150
 
 
 def test_gpt2_small_is_the_papers() -> None:
