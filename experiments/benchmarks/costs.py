@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.benchmarks.flops import Flops, Loop, count_flops
+from experiments.benchmarks.jaxprs import choices, live
 from experiments.benchmarks.optimizers import Contender
 from experiments.benchmarks.trips import Measured, measure
 
@@ -30,7 +31,11 @@ class Position(NamedTuple):
 
 
 def measured_step(contender: Contender, position: Position, platform: str) -> Measured:
-    """What data decides in a step, found by running it here as on this platform."""
+    """What data decides in a step, found by running it here as on this platform (if there is anything)."""
+    program = live(jax.make_jaxpr(contender.step)(*position))
+    found = choices(program.jaxpr, platform)
+    if not found.loops and not found.conds:
+        return Measured((), ())
     return measure(contender.step, *position, platform=platform)[1]
 
 
@@ -60,3 +65,24 @@ def step_flops(
     state = jax.eval_shape(contender.optimizer.init, params)
     shares = measured.shares.__getitem__
     return count_flops(contender.step, params, state, params, platform=platform, trips=of, shares=shares)
+
+
+def inner_trips(contender: Contender, params: Any, platform: str, measured: Measured) -> float:
+    """Mean trips of the loops that stand in the solver's loop; 0 if there are none.
+
+    Args:
+      contender: the optimiser.
+      params: its parameters.
+      platform: whose branches run.
+      measured: see `measured_step`.
+    """
+    inner: list[float] = []
+
+    def ask(loop: Loop) -> float:
+        if loop.depth > 0:
+            inner.append(measured.trips[loop.number])
+        return 1
+
+    state = jax.eval_shape(contender.optimizer.init, params)
+    count_flops(contender.step, params, state, params, platform=platform, trips=ask)
+    return sum(inner) / len(inner) if inner else 0.0

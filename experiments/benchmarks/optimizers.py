@@ -132,12 +132,10 @@ def ours(name: str, assignment: str, solver: str | Solver = "gram") -> Contender
 
 def iterations(state: Any) -> dict[str, np.ndarray]:
     """Path -> iterations that the solver took in the last step, one a matrix; empty for others' states."""
-    found = _states(state, ManifoldMuonState)
     return {
-        name.removesuffix("/iterations"): np.asarray(leaf)
-        for muon in found
-        for name, leaf in named_leaves(muon.diagnostics)
-        if name.endswith("/iterations")
+        name: np.asarray(leaf)
+        for muon in _states(state, ManifoldMuonState)
+        for name, leaf in named_leaves(muon.diagnostics.iterations)
     }
 
 
