@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from manifold_muon.anderson import Anderson
 from manifold_muon.gram_problem import Evaluation, Problem, direction, evaluate, reweighted_step
@@ -22,6 +22,7 @@ _MEMORY = 4
 _FIRST_LEVEL = 1e-2
 _FINER = 3.0
 """The damping follows the gap down in steps of at least this factor."""
+_MARGIN = 0.95
 _TIGHT = 5e-3
 """Below this tolerance the rounding of a Gram matrix shows in the direction."""
 _MUON_STEPS = 6
@@ -57,8 +58,10 @@ class GramSolver:
     """Stop at the tolerance (`while_loop`). If not, all of `max_iterations` are made (`fori_loop`), which
     reverse-mode differentiation and a step of constant cost need."""
     method: Method = "auto"
-    """`eigh` (one matrix after the other), `products` (matrix products alone, batched), or `auto`: `eigh`
-    on CPUs and `products` on GPUs and TPUs. `eigh` has no useful derivative at repeated eigenvalues."""
+    """How roots are taken: `eigh` of the Gram matrix or `svd` of M (both one matrix after the other),
+    `products` (matrix products alone, batched), or `auto`. That is `products` on GPUs and TPUs; on CPUs
+    `eigh`, but `svd` for a G that is nearly of rank one, as at the start of a training; and `svd` everywhere
+    below a tolerance of 5e-3. Decompositions have no useful derivative at repeated singular values."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
@@ -100,23 +103,23 @@ class GramSolver:
             dual = jnp.zeros((*batch, n, n), g.dtype) + 0 * g[..., :n, :]
         flat = (g.reshape(-1, m, n), w.reshape(-1, m, n), dual.astype(g.dtype).reshape(-1, n, n))
 
-        def by(backend: Backend | Svd, one_by_one: bool) -> Solution:
-            solve = partial(self._solve, manifold=manifold, backend=backend)
+        def by(*backends: Backend | Svd, one_by_one: bool = True) -> Solution:
+            solve = partial(self._solve, manifold=manifold, backends=backends)
             if one_by_one:
                 return jax.lax.map(lambda arguments: solve(*arguments), flat)
             return jax.vmap(solve)(*flat)
 
         ways = {
-            "eigh": partial(by, Eigh(), one_by_one=True),
+            "eigh": partial(by, Eigh()),
             "products": partial(by, Products(), one_by_one=False),
-            "svd": partial(by, Svd(), one_by_one=True),
+            "svd": partial(by, Svd()),
         }
         if self.method != "auto":
             solution = ways[self.method]()
         elif self.tolerance < _TIGHT:
             solution = ways["svd"]()
         else:
-            solution = jax.lax.platform_dependent(cpu=ways["eigh"], default=ways["products"])
+            solution = jax.lax.platform_dependent(cpu=partial(by, Eigh(), Svd()), default=ways["products"])
         solution = Solution(*(x.reshape(*batch, *x.shape[1:]) for x in solution))
         return solution._replace(dual=None) if _closed_form(g.shape, manifold) else solution
 
@@ -126,17 +129,23 @@ class GramSolver:
         w: Float[Array, "m n"],
         dual: Array,
         manifold: Manifold,
-        backend: Backend | Svd,
+        backends: tuple[Backend | Svd, ...],
     ) -> Solution:
-        """One matrix."""
+        """One matrix; of two backends, the second where the Gram matrix's rounding would show."""
         with jax.named_scope("gram"):
-            g = _normalized(g)
-            problem = Problem.create(g, w, manifold)
-        search = self._search(problem, manifold, backend, dual, closed_form=_closed_form(g.shape, manifold))
+            problem = Problem.create(_normalized(g), w, manifold)
+        first, *other = (partial(self._solution, problem, manifold, backend) for backend in backends)
+        return jax.lax.cond(problem.nearly_rank_one, *other, first, dual) if other else first(dual)
+
+    def _solution(
+        self, problem: Problem, manifold: Manifold, backend: Backend | Svd, dual: Array
+    ) -> Solution:
+        closed_form = _closed_form(problem.g.shape, manifold)
+        search = self._search(problem, manifold, backend, dual, closed_form)
         with jax.named_scope("direction"):
             a = direction(problem, manifold, backend, search.best)
         # Of the direction as it is: rounding in Gram space may have flattered the search.
-        gap = search.gap_of(jnp.sum(g * a))
+        gap = search.gap_of(jnp.sum(problem.g * a))
         return Solution(a, search.at.dual, search.iterations, gap)
 
     def _search(
@@ -144,7 +153,8 @@ class GramSolver:
     ) -> "_Search":
         cold = problem.first_dual(manifold)
         if not closed_form:
-            cold = jnp.where(jnp.any(dual != 0), dual, cold)
+            warm = manifold.project_symmetric((dual + dual.mT) / 2)
+            cold = jnp.where(jnp.any(dual != 0), warm, cold)
         level = jnp.asarray(self.tolerance if closed_form else max(self.tolerance, _FIRST_LEVEL), cold.dtype)
         with jax.named_scope("evaluate"):
             # A fixed Gaussian start: a constant vector is orthogonal to the rows of a centred G.
@@ -152,7 +162,7 @@ class GramSolver:
             first = evaluate(problem, manifold, backend, cold, 2 * level, vector)
         zero = 0 * first.lower
         memory = Anderson.create(_MEMORY, first.dual)
-        start = (first, first, first.root.nuclear, memory, level + zero, zero.astype(jnp.int32))
+        start = (first, first, first.nuclear, memory, level + zero, zero.astype(jnp.int32))
         search = _Search(*start)
         if closed_form or self.max_iterations == 0:
             return search
@@ -161,7 +171,10 @@ class GramSolver:
             return jax.lax.fori_loop(0, self.max_iterations, lambda _, search: advance(search), search)
 
         def unfinished(search: _Search) -> Array:
-            return (search.iterations < self.max_iterations) & (search.gap > self.tolerance)
+            # A margin, as the direction in full space may turn out a little longer than in Gram space.
+            inexact = search.gap > _MARGIN * self.tolerance
+            hopeless = search.stuck & (search.level <= self.tolerance)
+            return (search.iterations < self.max_iterations) & inexact & ~hopeless
 
         return jax.lax.while_loop(unfinished, advance, search)
 
@@ -174,8 +187,8 @@ class GramSolver:
         with jax.named_scope("anderson"):
             dual, memory = search.memory(at.dual, step)
             dual = manifold.project_symmetric((dual + dual.mT) / 2)
-        target = jnp.maximum(search.gap, self.tolerance)
-        finer = (target < search.level / _FINER) | ((target == self.tolerance) & (target < search.level))
+        target = jnp.maximum(jnp.where(search.stuck, search.level / _FINER, search.gap), self.tolerance)
+        finer = (target <= search.level / _FINER) | ((target == self.tolerance) & (target < search.level))
         level = jnp.where(finer, target, search.level)
         with jax.named_scope("evaluate"):
             new = evaluate(problem, manifold, backend, dual, 2 * level, at.vector)
@@ -196,6 +209,11 @@ class _Search(NamedTuple):
     def gap(self) -> Float[Array, ""]:
         return self.gap_of(self.best.lower)
 
+    @property
+    def stuck(self) -> Bool[Array, ""]:
+        """Whether the gap is what the damping costs."""
+        return self.gap <= 1.1 * self.at.damped / jnp.maximum(self.upper, _NEGLIGIBLE * len(self.at.vector))
+
     def gap_of(self, value: Float[Array, ""]) -> Float[Array, ""]:
         """Relative to the upper bound."""
         n = len(self.at.vector)
@@ -205,7 +223,7 @@ class _Search(NamedTuple):
         better = at.lower > self.best.lower
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), at, self.best)
         # fmin: an iterate that rounding has made NaN is no bound.
-        upper = jnp.fmin(self.upper, at.root.nuclear)
+        upper = jnp.fmin(self.upper, at.nuclear)
         return _Search(at, best, upper, memory, level, self.iterations + 1)
 
 

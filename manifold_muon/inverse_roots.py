@@ -24,7 +24,9 @@ class InverseRoot(NamedTuple):
     root: Float[Array, "n n"]
     """R, damped."""
     nuclear: Float[Array, ""]
-    """||M||_* = tr (M^T M)^{1/2}, not damped."""
+    """||M||_* = tr (M^T M)^{1/2}, not damped: exact, or a close upper bound."""
+    direction_gram: Float[Array, "n n"]
+    """A^T A for A = M R."""
     factors: tuple[Array, ...]
     """What `lyapunov` of the same backend needs."""
 
@@ -43,12 +45,6 @@ class Backend(Protocol):
         """X of R X + X R = H, exactly or nearly; H is symmetric."""
         ...
 
-    def times_direction_gram(
-        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
-    ) -> Float[Array, " n"]:
-        """A^T A v for A = M R."""
-        ...
-
 
 # One matrix at a time: two batched LAPACK calls at once can hang XLA's CPU thread pool (see spectral.svd).
 @jax.custom_batching.sequential_vmap
@@ -64,11 +60,23 @@ def _svd(x: Array) -> tuple[Array, Array, Array]:
 class _Spectral:
     """R and its Lyapunov equation from M's singular values and right singular vectors."""
 
-    def _inverse_root(self, values: Array, vectors: Array, damping: Array, noise: Array) -> InverseRoot:
+    def _inverse_root(
+        self, values: Array, vectors: Array, damping: Array, noise: Array, gram: Array | None = None
+    ) -> InverseRoot:
+        """The inverse root; with a Gram matrix, corrected for the decomposition's error."""
         nuclear = jnp.sum(values)
         epsilon = jnp.maximum(damping * nuclear / len(values), noise)
         sigma = jnp.sqrt(values**2 + epsilon**2)
-        return InverseRoot(symmetric_product(vectors / sigma, vectors.mT), nuclear, (sigma, values, vectors))
+        scaled, inner = vectors / sigma, vectors.mT
+        if gram is not None:
+            # LAPACK's eigenvalues are off by some 4e-7 of the largest, which is much beside eps^2: A's norm
+            # would be up to 1.3. One Newton-Schulz step in the eigenbasis, R (3 I - R (M^T M + eps^2 I) R) / 2.
+            square = symmetric_product(scaled.mT, matmul(gram, scaled)) + jnp.diag((epsilon / sigma) ** 2)
+            inner = 1.5 * inner - 0.5 * matmul(square, inner)
+        root = symmetric_product(scaled, inner)
+        # Not R M^T M R, in which rounding is amplified by 1 / eps^2.
+        direction_gram = symmetric_product(vectors * (values / sigma) ** 2, vectors.mT)
+        return InverseRoot(root, nuclear, direction_gram, (sigma, values, vectors))
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
         sigma, _, vectors = factors
@@ -85,14 +93,8 @@ class Eigh(_Spectral):
         self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
     ) -> InverseRoot:
         values, vectors = _eigh(gram)
-        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise)
+        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise, gram)
 
-    def times_direction_gram(
-        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
-    ) -> Float[Array, " n"]:
-        # Not R (M^T M (R v)), in which rounding is amplified by 1 / eps^2.
-        sigma, values, vectors = inverse.factors
-        return matmul(vectors, (values / sigma) ** 2 * matmul(v, vectors))
 
 
 @dataclass(frozen=True)
@@ -159,27 +161,26 @@ class Products:
         square = symmetric_product(last, last)
         factors = feature(feature(factors, weights[-1, 0], last), weights[-1, 1], square)
         root = symmetric_product(product, polynomial(last, square, coefficients[-1])) / jnp.sqrt(top)
-        return InverseRoot(root, _nuclear(gram, root), (factors * jnp.sqrt(jnp.sqrt(top)),))
+        nuclear, direction_gram = _nuclear(gram, root, epsilon)
+        return InverseRoot(root, nuclear, direction_gram, (factors * jnp.sqrt(jnp.sqrt(top)),))
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
         (f,) = factors
         return jnp.sum(symmetric_product(matmul(f, h), f), axis=0)
 
-    def times_direction_gram(
-        self, inverse: InverseRoot, gram: Float[Array, "n n"], v: Float[Array, " n"]
-    ) -> Float[Array, " n"]:
-        return matmul(inverse.root, matmul(gram, matmul(inverse.root, v)))
 
 
-def _nuclear(gram: Array, root: Array) -> Array:
-    """tr (M^T M)^{1/2} from an R near (M^T M)^{-1/2}, to third order in I - R M^T M R.
+def _nuclear(gram: Array, root: Array, epsilon: Array) -> tuple[Array, Array]:
+    """An upper bound on tr (M^T M)^{1/2} from an R near (M^T M + eps^2 I)^{-1/2}, and R M^T M R.
 
-    With x = s r near 1 for a singular value s: s ~ s (15 x - 10 x^3 + 3 x^5) / 8.
+    With x = s r for a singular value s: s (15 x - 10 x^3 + 3 x^5) / 8 is s to third order in 1 - x^2. Where
+    x = s / sqrt(s^2 + eps^2) is far below 1 it lacks up to 0.165 eps (1 - x^2), which is added.
     """
     modulus = symmetric_product(gram, root)  # s x
     unit = symmetric_product(root, modulus)  # x^2
     cubic, quintic = jnp.sum(modulus * unit), jnp.sum(symmetric_product(modulus, unit) * unit)
-    return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8
+    damped = jnp.maximum(len(gram) - jnp.trace(unit), 0)
+    return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8 + 0.165 * epsilon * damped, unit
 
 
 @lru_cache

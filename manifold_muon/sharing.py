@@ -37,9 +37,10 @@ def over_devices(
     mesh = mesh_of(*stacks)
     if mesh is None:
         return function(*stacks)
-    # One reshard in and one out; in between every product is local.
+    # One reshard in and one out; in between every product is local. Replicated after the padding too: from
+    # leaves that are sharded anyhow, the partitioner would make a chain of permutations.
     shares = PartitionSpec(mesh.axis_names)
-    padded = [_padded(replicated(x), mesh.size) for x in stacks]
+    padded = [replicated(_padded(replicated(x), mesh.size)) for x in stacks]
     if _is_explicit(mesh):
         padded = [jax.sharding.reshard(x, NamedSharding(mesh, shares)) for x in padded]
     result = jax.shard_map(function, mesh=mesh, in_specs=shares, out_specs=shares)(*padded)
@@ -56,11 +57,11 @@ def mesh_of(*arrays: Array) -> AbstractMesh | None:
 
 
 def replicated(x: Array) -> Array:
-    """x with no axis sharded, where that is part of its type (Explicit meshes); the rest is up to XLA."""
+    """x whole on every device of its mesh."""
     mesh = mesh_of(x)
-    if mesh is None or not _is_explicit(mesh):
+    if mesh is None:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
+    return _laid_out(x, NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
 def sharded_like(x: Array, other: Array) -> Array:
@@ -68,7 +69,13 @@ def sharded_like(x: Array, other: Array) -> Array:
     mesh = mesh_of(other)
     if mesh is None or not _is_explicit(mesh):
         return x
-    return jax.sharding.reshard(x, jax.typeof(other).sharding)
+    return _laid_out(x, jax.typeof(other).sharding)
+
+
+def _laid_out(x: Array, sharding: NamedSharding) -> Array:
+    if _is_explicit(sharding.mesh):
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _is_explicit(mesh: AbstractMesh) -> bool:
