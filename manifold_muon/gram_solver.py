@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from manifold_muon.gram_problem import Evaluation, Problem, direction, evaluate,
 from manifold_muon.inverse_roots import Backend, Eigh, Products, Svd
 from manifold_muon.manifolds import Manifold, Stiefel, Unconstrained
 from manifold_muon.solvers import Solution
+from manifold_muon.unit_ball import gaussian_like
 from spectral import msign
 from spectral.matrix_functions import unit
 
@@ -156,19 +157,14 @@ class GramSolver:
             warm = manifold.project_symmetric((dual + dual.mT) / 2)
             cold = jnp.where(jnp.any(dual != 0), warm, cold)
         level = jnp.asarray(self.tolerance if closed_form else max(self.tolerance, _FIRST_LEVEL), cold.dtype)
-        with jax.named_scope("evaluate"):
-            # A fixed Gaussian start: a constant vector is orthogonal to the rows of a centred G.
-            vector = jax.random.normal(jax.random.key(0), cold.shape[:1], cold.dtype) + 0 * cold[0]
-            first = evaluate(problem, manifold, backend, cold, 2 * level, vector)
-        zero = 0 * first.lower
-        memory = Anderson.create(_MEMORY, first.dual)
-        start = (first, first, first.nuclear, memory, level + zero, zero.astype(jnp.int32))
-        search = _Search(*start)
-        if closed_form or self.max_iterations == 0:
-            return search
+        evaluate_at = partial(evaluate, problem, manifold, backend)
+        vector = gaussian_like(cold[0], seed=0)
+        start = _Search.start(jax.eval_shape(evaluate_at, cold, level, vector), cold, vector, level)
         advance = partial(self._advance, problem, manifold, backend)
+        if closed_form or self.max_iterations == 0:
+            return start.moved(evaluate_at(cold, 2 * level, vector), start.memory, level)
         if not self.early_stopping:
-            return jax.lax.fori_loop(0, self.max_iterations, lambda _, search: advance(search), search)
+            return jax.lax.fori_loop(0, 1 + self.max_iterations, lambda _, search: advance(search), start)
 
         def unfinished(search: _Search) -> Array:
             # A margin, as the direction in full space may turn out a little longer than in Gram space.
@@ -176,7 +172,7 @@ class GramSolver:
             hopeless = search.stuck & (search.level <= self.tolerance)
             return (search.iterations < self.max_iterations) & inexact & ~hopeless
 
-        return jax.lax.while_loop(unfinished, advance, search)
+        return jax.lax.while_loop(unfinished, advance, start)
 
     def _advance(
         self, problem: Problem, manifold: Manifold, backend: Backend | Svd, search: "_Search"
@@ -192,7 +188,7 @@ class GramSolver:
         level = jnp.where(finer, target, search.level)
         with jax.named_scope("evaluate"):
             new = evaluate(problem, manifold, backend, dual, 2 * level, at.vector)
-        return search.moved(new, memory.forget(finer), level)
+        return search.moved(new, memory.forget(finer | (search.iterations < 0)), level)
 
 
 class _Search(NamedTuple):
@@ -204,6 +200,20 @@ class _Search(NamedTuple):
     memory: Anderson
     level: Float[Array, ""]
     iterations: Int[Array, ""]
+    """-1 before the first evaluation, which the first turn of the loop makes: at a residual of zero the step
+    is zero. So the loop's body, which is most of the program, stands in it once."""
+
+    @classmethod
+    def start(cls, shapes: Evaluation, dual: Array, vector: Array, level: Array) -> Self:
+        """Where nothing is known but the first dual variable."""
+        # Made from the data, so that over a mapped axis it varies as the data does.
+        zero = 0 * dual[0, 0]
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) + zero, shapes)
+        factors = jax.tree.map(lambda x: x + 1, nothing.factors)
+        at = nothing._replace(dual=dual, vector=vector, lower=zero - 1, factors=factors)
+        huge = zero + jnp.finfo(zero.dtype).max / 2
+        memory = Anderson.create(_MEMORY, dual)
+        return cls(at, at, huge, memory, level + zero, zero.astype(jnp.int32) - 1)
 
     @property
     def gap(self) -> Float[Array, ""]:

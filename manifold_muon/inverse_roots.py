@@ -70,7 +70,7 @@ class _Spectral:
         scaled, inner = vectors / sigma, vectors.mT
         if gram is not None:
             # LAPACK's eigenvalues are off by some 4e-7 of the largest, which is much beside eps^2: A's norm
-            # would be up to 1.3. One Newton-Schulz step in the eigenbasis, R (3 I - R (M^T M + eps^2 I) R) / 2.
+            # would be up to 1.3. One Newton-Schulz step, R (3 I - R (M^T M + eps^2 I) R) / 2, by factors.
             square = symmetric_product(scaled.mT, matmul(gram, scaled)) + jnp.diag((epsilon / sigma) ** 2)
             inner = 1.5 * inner - 0.5 * matmul(square, inner)
         root = symmetric_product(scaled, inner)
@@ -94,7 +94,6 @@ class Eigh(_Spectral):
     ) -> InverseRoot:
         values, vectors = _eigh(gram)
         return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise, gram)
-
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,6 @@ class Products:
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
         (f,) = factors
         return jnp.sum(symmetric_product(matmul(f, h), f), axis=0)
-
 
 
 def _nuclear(gram: Array, root: Array, epsilon: Array) -> tuple[Array, Array]:

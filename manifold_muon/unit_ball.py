@@ -1,7 +1,10 @@
 """The spectral norm of matrices that are nearly in the unit ball, cheaply and without decompositions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from spectral.matrix_functions import unit
@@ -46,8 +49,13 @@ def squared_norm(
 
 def into_ball(a: Float[Array, "m n"], vector: Float[Array, " n"]) -> Float[Array, "m n"]:
     """a divided by max(1, ||a||_2); `vector` is near its leading right singular vector."""
-    # Rounding may have turned the leading vector: a fixed Gaussian one is orthogonal to none.
-    gaussian = jax.random.normal(jax.random.key(1), vector.shape, vector.dtype) + 0 * vector
-    gram = symmetric_product(a.mT, a)
-    square = jnp.maximum(*(squared_norm(gram, start)[0] for start in (vector, gaussian)))
-    return a / jnp.sqrt(jnp.maximum(square, 1))
+    # Rounding may have turned the leading vector.
+    starts = jnp.stack([vector, gaussian_like(vector, seed=1)])
+    squares, _ = jax.vmap(partial(squared_norm, symmetric_product(a.mT, a)))(starts)
+    return a / jnp.sqrt(jnp.maximum(jnp.max(squares), 1))
+
+
+def gaussian_like(vector: Float[Array, " n"], seed: int) -> Float[Array, " n"]:
+    """A fixed Gaussian vector, orthogonal to none that matters: a constant one is to a centred G's rows."""
+    # Drawn while tracing: a generator would be a tenth of the compiled program.
+    return jnp.asarray(np.random.default_rng(seed).normal(size=vector.shape), vector.dtype) + 0 * vector

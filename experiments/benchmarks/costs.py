@@ -58,8 +58,8 @@ def step_flops(
     """
 
     def of(loop: Loop) -> float:
-        # The solver's iterations are the only loops that stand in no other.
-        return iterations if iterations is not None and loop.depth == 0 else measured.trips[loop.number]
+        # The solver's iterations are the only loops that stand in no other; a first turn evaluates the start.
+        return iterations + 1 if iterations is not None and loop.depth == 0 else measured.trips[loop.number]
 
     params = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(contender.optimizer.init, params)

@@ -75,6 +75,7 @@ def device_rows(
 def device_row(preset_name: str, count: int, iterations: float, inner: float) -> DeviceRow:
     """The row of this process, which must have that many devices."""
     hetero = ours(HETERO, HETERO, GramSolver(method="products"))
+    turns = iterations + 1  # the first evaluates the start
     mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
     whole = NamedSharding(mesh, PartitionSpec())
     params = jax.eval_shape(partial(init_params, PRESETS[preset_name].model), jax.random.key(0))
@@ -87,14 +88,14 @@ def device_row(preset_name: str, count: int, iterations: float, inner: float) ->
         params,
         state,
         params,
-        trips=lambda loop: iterations if loop.depth == 0 else inner,
+        trips=lambda loop: turns if loop.depth == 0 else inner,
         per_device=True,
     )
     module = parse(jax.jit(hetero.step).lower(params, state, params).compile().as_text())
     found = collectives(module)
     return DeviceRow(
         count,
-        product_flops(module, lambda depth: iterations if depth == 0 else inner),
+        product_flops(module, lambda depth: turns if depth == 0 else inner),
         traced.products,
         len(found),
         sum(collective.bytes for collective in found),
