@@ -10,7 +10,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier test test-slow test-peers lint format clean
+.PHONY: help demo study frontier bench tpu-check test test-slow test-peers lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,12 @@ study: $(VENV)/.experiments ## The same with three times the steps; the paper's 
 
 frontier: $(VENV)/.experiments ## Muon's rate swept for every assignment and both solvers until runs diverge (an hour)
 	$(BIN)/python -m experiments manifolds --frontier
+
+bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory, quality (20 minutes)
+	$(BIN)/python -m experiments.benchmarks.bench
+
+tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: memory, operations, collectives
+	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
 
 test: $(VENV)/.test ## From nothing to green tests
 	$(BIN)/python -m pytest -m "not peers and not slow"
