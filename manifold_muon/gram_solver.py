@@ -45,14 +45,16 @@ class GramSolver:
     for the best feasible A and the lowest upper bound so far. A is the damped matrix sign
     M (M^T M + eps^2 I)^{-1/2} of M = G + 2 W L, made tangent and scaled into the unit ball: damped, since M
     is often singular (LayerNorm makes the all-ones vector a null direction of G) and the sign of a null
-    direction is noise that the projection would pay for.
+    direction is noise that the projection would pay for. It stops as well where the gap is down to what the
+    damping costs, which cannot be finer than the rounding of M^T M: by `products`, 1 to 2 % on the steep
+    spectra of a model's first steps.
 
-    On a square Stiefel W, and with no constraint, L is known in closed form: no iterations.
+    On a square Stiefel W, and with no constraint, L is known in closed form: no iterations. A square DGram W
+    is the hard case: the optimal M is singular, and in GPT-2's training a gap of 4e-2 is left at the cap.
     """
 
     tolerance: float = 1e-2
-    """Relative duality gap at which a matrix is done. Below 5e-3 the products are too inexact for steep
-    spectra: use `method="eigh"` there."""
+    """Relative duality gap at which a matrix is done."""
     max_iterations: int = 16
     """Iterations after which the best direction so far is taken."""
     early_stopping: bool = True

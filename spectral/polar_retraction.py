@@ -65,8 +65,8 @@ def polar_retraction(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"
         return msign(work)
 
     bound = jnp.sqrt(jnp.linalg.norm(square, axis=(-2, -1)))
-    # Comparisons with NaN are false: a bad matrix does not send the others a way that is too short for them.
-    case = (bound > _near_departure(work.dtype)).astype(int) + (bound > _GRAM_DEPARTURE).astype(int)
+    # Negated, since comparisons with NaN are false: a departure that overflows is far.
+    case = (~(bound <= _near_departure(work.dtype))).astype(int) + (~(bound <= _GRAM_DEPARTURE)).astype(int)
     return jax.lax.switch(jnp.max(case, initial=0), (near, away, far)).astype(x.dtype)
 
 

@@ -33,7 +33,7 @@ def violation(x: np.ndarray) -> np.ndarray:
     return np.linalg.norm(np.swapaxes(x, -1, -2) @ x - np.eye(x.shape[-1]), axis=(-2, -1)) / x.shape[-1]
 
 
-@pytest.mark.parametrize("eta", [0.0, 1e-3, 4e-3, 0.02, 0.1, 0.3, 0.7, 3.0, 100.0])
+@pytest.mark.parametrize("eta", [0.0, 1e-3, 4e-3, 0.02, 0.1, 0.3, 0.7, 3.0, 100.0, 1e9, 1e18, 1e30])
 @pytest.mark.parametrize("shape", [(3, 24, 8), (16, 16), (1, 5, 1)], ids=str)
 def test_polar_factor_from_any_distance(shape, eta):
     x = departed(0, shape, eta)
