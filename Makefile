@@ -31,7 +31,7 @@ tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: me
 	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
 
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -m "not peers and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not peers and not slow"
 
 test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole run (an hour)
 	$(BIN)/python -m pytest -m slow

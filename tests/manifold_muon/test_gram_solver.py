@@ -110,8 +110,10 @@ def test_directions_reach_the_optimum(solver, name, shape, spectrum):
 @each_case
 def test_the_gradients_scale_does_not_matter(solver, name, shape, spectrum):
     found = solved(solver, name, shape, spectrum)
-    # Where the iteration ends at its cap, rounding decides at which of the last directions.
-    agreement = 5e-3 if name == "dgram" and shape[0] == shape[1] else 1e-4
+    agreement = 1e-4 if solver == "tight" else 3e-4
+    if name == "dgram" and shape[0] == shape[1]:
+        # The iteration ends at its cap, and rounding decides at which of the last directions.
+        agreement = 5e-3
     np.testing.assert_allclose(
         found.values, found.values[SCALES.index(1.0)], rtol=0, atol=agreement * found.size
     )
