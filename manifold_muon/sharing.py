@@ -61,7 +61,10 @@ def replicated(x: Array) -> Array:
     mesh = mesh_of(x)
     if mesh is None:
         return x
-    return _laid_out(x, NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
+    whole = NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim))
+    if _is_explicit(mesh):
+        return jax.sharding.reshard(x, whole)
+    return jax.lax.with_sharding_constraint(x, whole)
 
 
 def sharded_like(x: Array, other: Array) -> Array:
@@ -69,13 +72,7 @@ def sharded_like(x: Array, other: Array) -> Array:
     mesh = mesh_of(other)
     if mesh is None or not _is_explicit(mesh):
         return x
-    return _laid_out(x, jax.typeof(other).sharding)
-
-
-def _laid_out(x: Array, sharding: NamedSharding) -> Array:
-    if _is_explicit(sharding.mesh):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    return jax.sharding.reshard(x, jax.typeof(other).sharding)
 
 
 def _is_explicit(mesh: AbstractMesh) -> bool:

@@ -58,13 +58,19 @@ def step_flops(
     """
 
     def of(loop: Loop) -> float:
-        # The solver's iterations are the only loops that stand in no other; a first turn evaluates the start.
-        return iterations + 1 if iterations is not None and loop.depth == 0 else measured.trips[loop.number]
+        # The solver's iterations are the only loops that stand in no other.
+        chosen = iterations is not None and loop.depth == 0
+        return turns(iterations) if chosen else measured.trips[loop.number]
 
     params = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(contender.optimizer.init, params)
     shares = measured.shares.__getitem__
     return count_flops(contender.step, params, state, params, platform=platform, trips=of, shares=shares)
+
+
+def turns(iterations: float) -> float:
+    """Trips of the solver's loop for so many iterations: the first evaluates the start."""
+    return iterations + 1
 
 
 def inner_trips(contender: Contender, params: Any, platform: str, measured: Measured) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.benchmarks.costs import turns
 from experiments.benchmarks.flops import count_flops
 from experiments.benchmarks.hlo import collectives, parse
 from experiments.benchmarks.hlo_flops import product_flops
@@ -75,7 +76,6 @@ def device_rows(
 def device_row(preset_name: str, count: int, iterations: float, inner: float) -> DeviceRow:
     """The row of this process, which must have that many devices."""
     hetero = ours(HETERO, HETERO, GramSolver(method="products"))
-    turns = iterations + 1  # the first evaluates the start
     mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
     whole = NamedSharding(mesh, PartitionSpec())
     params = jax.eval_shape(partial(init_params, PRESETS[preset_name].model), jax.random.key(0))
@@ -88,14 +88,14 @@ def device_row(preset_name: str, count: int, iterations: float, inner: float) ->
         params,
         state,
         params,
-        trips=lambda loop: turns if loop.depth == 0 else inner,
+        trips=lambda loop: turns(iterations) if loop.depth == 0 else inner,
         per_device=True,
     )
     module = parse(jax.jit(hetero.step).lower(params, state, params).compile().as_text())
     found = collectives(module)
     return DeviceRow(
         count,
-        product_flops(module, lambda depth: turns if depth == 0 else inner),
+        product_flops(module, lambda depth: turns(iterations) if depth == 0 else inner),
         traced.products,
         len(found),
         sum(collective.bytes for collective in found),

@@ -20,7 +20,7 @@ import tyro
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.benchmarks.costs import ACCELERATOR, Position, trips
+from experiments.benchmarks.costs import ACCELERATOR, Position, trips, turns
 from experiments.benchmarks.flops import Flops, count_flops
 from experiments.benchmarks.hlo import Collective, Instruction, Module, collectives, loop_scope, parse
 from experiments.benchmarks.optimizers import Contender
@@ -138,8 +138,7 @@ def count_parts(
         state.opt_state,
         state.params,
         platform=ACCELERATOR,
-        # A first turn evaluates the start.
-        trips=lambda loop: iterations + 1 if loop.depth == 0 else measured[loop.number],
+        trips=lambda loop: turns(iterations) if loop.depth == 0 else measured[loop.number],
         per_device=True,
     )
     once, whole = model(remat=False), model(remat=config.model.remat)
@@ -179,9 +178,7 @@ _COLLECTIVES = Table(
         "MiB": lambda row: f"{row[1].bytes / 2**20:.3f}",
         "chips": lambda row: str(row[1].group),
         "computation": lambda row: "entry" if row[1].computation == row[0].entry else row[1].computation,
-        "in the loop": lambda row: (
-            " > ".join(_scope(loop_scope(row[0], loop)) for loop in row[1].loops) or "–"
-        ),
+        "in the loop": lambda row: _loops(*row),
         "from": lambda row: _scope(row[1].op_name),
     },
     left=("collective", "arrays", "computation", "in the loop", "from"),

@@ -19,27 +19,24 @@ SMALL = Run(
 
 def feasible_shares(stack: Stack, upper_bounds: list[float]) -> list[float]:
     """For each layer the value of the optimizer's direction, made exactly feasible, over a bound on all."""
-    kind = type(stack.manifold).__name__.lower()
     directions = GramSolver()(stack.g, stack.w, stack.manifold, stack.dual).direction
     return [
-        oracle.feasible_value(g, np.asarray(a), w, kind) / upper
+        oracle.feasible_value(g, np.asarray(a), w, stack.kind) / upper
         for g, w, a, upper in zip(stack.g, stack.w, directions, upper_bounds, strict=True)
     ]
 
 
 def optima(stack: Stack) -> list[float]:
     """By the oracle."""
-    kind = type(stack.manifold).__name__.lower()
-    return [oracle.solve(g, w, kind).upper for g, w in zip(stack.g, stack.w, strict=True)]
+    return [oracle.solve(g, w, stack.kind).upper for g, w in zip(stack.g, stack.w, strict=True)]
 
 
 def certified_bounds(stack: Stack) -> list[float]:
     """By the dual of a finer solution, evaluated in float64: weak duality does not ask where it is from."""
-    kind = type(stack.manifold).__name__.lower()
     duals = GramSolver(tolerance=1e-3, max_iterations=50)(stack.g, stack.w, stack.manifold).dual
     n = stack.w.shape[-1]
     return [
-        oracle.upper_bound(g, w, kind, np.asarray(dual) * np.linalg.norm(g) / np.sqrt(n))
+        oracle.upper_bound(g, w, stack.kind, np.asarray(dual) * np.linalg.norm(g) / np.sqrt(n))
         for g, w, dual in zip(stack.g, stack.w, duals, strict=True)
     ]
 

@@ -30,6 +30,11 @@ class Stack(NamedTuple):
     dual: np.ndarray | None
     """None where the solver needs none."""
 
+    @property
+    def kind(self) -> str:
+        """The manifold's name for the oracle."""
+        return type(self.manifold).__name__.lower()
+
 
 class Captured(NamedTuple):
     """Of one run."""
