@@ -40,19 +40,25 @@ def invert(
     scales = dict(scales or {})
     rule = rule or config.rule
     e, l, m, n = (config.value(name, scales) for name in ("e", "l", "m", "n"))  # noqa: E741
-    ratio = l * jnp.exp(n) / (config.beta * e * m)
-    invertible = (e > 0) & (m > 0) & ((jnp.abs(ratio) if rule == "mismatch" else -ratio) < 1)
+    # l < beta e m exp(-n), undivided: constants are looked at while tracing too, and may be 0.
+    room = config.beta * e * m * _exp(-n)
+    invertible = (e > 0) & (m > 0) & ((abs(l) if rule == "mismatch" else -l) < room)
     if not isinstance(invertible, jax.core.Tracer) and not np.all(invertible):
         raise ValueError(
             f"the {rule} map with beta = {config.beta:g} is not invertible with these scales: e and m must "
             "be positive and beta * e * m * exp(-n) larger than l; raise beta, or scale l down"
         )
     weights = weights.astype(jnp.float32)
+    ratio = l / room
     if rule == "mismatch":
         ratio = jnp.where(weights < 0, -ratio, ratio)
-    target = jnp.abs(weights) * config.beta * jnp.exp(n) / e
+    target = jnp.abs(weights) * config.beta * _exp(n) / e
     size = _solve(target, ratio) / (config.beta * m)
     return jnp.where(invertible, jnp.sign(weights) * size, jnp.nan)
+
+
+def _exp(x: Array | float) -> Array | float:
+    return math.exp(x) if isinstance(x, float | int) else jnp.exp(x)
 
 
 def _solve(target: Array, ratio: Array) -> Array:

@@ -82,9 +82,9 @@ def reparametrize(
             return leaf
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{name} is {jnp.result_type(leaf)}: only floating weights can be reparametrised")
-        dimensions = _dimensions(leaf.shape, found[name])
-        width = leaf.shape[-1] if dimensions is None else fans(leaf.shape, dimensions)[0]
         try:
+            dimensions = _dimensions(leaf.shape, found[name])
+            width = math.prod(leaf.shape[-1:]) if dimensions is None else fans(leaf.shape, dimensions)[0]
             config = SymExpLin(beta(width) if callable(beta) else beta, rule, **values)
             raw = invert(leaf, config, rule="congruent" if start == "mismatched" else rule)
         except ValueError as error:
@@ -93,8 +93,8 @@ def reparametrize(
             raw=raw,
             scales={scale: _factors(leaf.shape, dimensions, config, scale) for scale in learn},
             residual=_residual(name, leaf.shape, dimensions, rank, keys[name]) if rank else None,
-            # A copy: an optimiser step may donate the raw weights' buffer.
-            anchor={"weight": leaf.astype(jnp.float32), "raw": jnp.array(raw)}
+            # Copies: an optimiser step may donate the buffers of the raw weights, and of all the tree.
+            anchor={"weight": jnp.array(leaf, jnp.float32), "raw": jnp.array(raw)}
             if start == "anchored"
             else None,
             config=config,

@@ -75,8 +75,9 @@ class SymExpLin:
         Raises:
           ValueError: a scale's name is unknown.
         """
-        scales = dict(scales or {})
-        check_names(scales)
+        check_names(scales := scales or {})
+        # Cast here, outside of the custom derivative, so that each factor's has the factor's own type.
+        scales = {name: tuple(x.astype(jnp.float32) for x in scales[name]) for name in scales}
         return _effective(self, w.astype(jnp.float32), scales)
 
     def value(self, name: str, scales: Scales) -> Array | float:
