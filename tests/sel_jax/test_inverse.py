@@ -1,4 +1,4 @@
-"""Raw weights and back over twelve decades, the mismatched start's closed form, and maps without an inverse."""
+"""Raw weights and back over twelve decades, the mismatched start's closed form, maps without an inverse."""
 
 import functools
 
@@ -115,7 +115,7 @@ def test_the_inverse_near_the_edge():
 
 @pytest.mark.parametrize("beta", [0.5, 2.0, 12.5])
 def test_mismatched_start(beta):
-    """The congruent rule inverted, the mismatch rule applied: positive weights stay, negative ones lose 2 L."""
+    """The congruent rule inverted, the mismatch rule applied: negative weights lose twice their L."""
     rng = np.random.default_rng(2)
     weights = rng.normal(size=COUNT).astype(np.float32)
     config = SymExpLin(beta)
