@@ -132,7 +132,8 @@ def unfold(weights: Any, like: Any) -> Any:
         try:
             return old.with_effective(weight)
         except ValueError as error:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # An NNX variable holds its array under `value`; its own name is the one that people know.
+            name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
             raise ValueError(f"{name}, of shape {weight.shape}: {error}") from error
 
     return jax.tree_util.tree_map_with_path(node, like, weights, is_leaf=_is_node)
