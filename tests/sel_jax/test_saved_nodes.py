@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from experiments.checkpoints import Checkpoints, on_default_device
 from sel_jax import SelWeight, annealed, decay_mask, effective, fold, reparametrize, scale_rates
@@ -45,13 +44,12 @@ def assert_same(found, expected):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["mismatched", "anchored"])
-def test_resumed_training_is_the_same(tmp_path, kind):
-    state = step(step(start(kind)))
+def test_resumed_training_is_the_same(tmp_path):
+    state = step(step(start("anchored")))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state)
     with Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(on_default_device(jax.eval_shape(lambda: start(kind))))
+        restored = checkpoints.restore(on_default_device(jax.eval_shape(lambda: start("anchored"))))
     assert_same(restored, state)
     for name in ("kernel", "bias"):
         found, expected = restored["params"][name], state["params"][name]

@@ -237,10 +237,8 @@ def test_nnx():
     stepped = jax.jit(trained_a_step, static_argnums=1)(nodes, lambda x: jnp.sum(apply(x) ** 2))
     assert np.abs(apply(stepped) - before).max() > 1e-2
     chex.assert_trees_all_equal_shapes_and_dtypes(fold(stepped), params)
-    back = jax.jit(unfold)(fold(stepped), stepped)
-    chex.assert_trees_all_close(back, stepped, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"^first/bias, of shape \(1,\): "):
-        unfold(jax.tree.map(lambda x: x[:1], params), nodes)
+        unfold(jax.tree.map(lambda x: np.asarray(x)[:1], params), nodes)
 
 
 def test_a_dataclass():
