@@ -15,8 +15,7 @@ class Reparametrized(nn.Module):
     The params are those that `reparametrize` makes of the plain layer's, and lie where the plain layer's
     would: under its own name, or under `layer` where the wrapper is the outermost module. So the functions
     on trees, `fold`, `labels`, `decay_mask`, take a model's params as they are, and what `fold` gives is
-    the plain model's params. With `start="anchored"` the weights drawn are kept beside them, and
-    `labels` says which leaves an optimiser must leave alone.
+    the plain model's params.
 
     Inside `nn.scan` a node has no layer axis, like any weight there; its arrays are stacked like others.
     A layer that also runs outside of its wrapper would meet nodes there and fail.
