@@ -108,7 +108,7 @@ def _with_arrays(
 def _children(node: Any) -> list[tuple[str | int, Any]]:
     if isinstance(node, Mapping):
         return list(node.items())
-    if isinstance(node, list | nnx.List):
+    if isinstance(node, list | tuple | nnx.List):
         return list(enumerate(node))
     return list(vars(node).items()) if isinstance(node, nnx.Pytree) else []
 
