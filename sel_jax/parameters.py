@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,6 +17,7 @@ from spectral.paths import map_named, match
 
 Start = Literal["mismatched", "exact", "anchored"]
 STARTS: tuple[Start, ...] = get_args(Start)
+_FIELDS = {"raw", "scales", "residual", "anchor"}
 Where = str | Sequence[str] | Mapping[str, MuonDimensionNumbers | None]
 
 WIDTH_FACTOR = 0.4
@@ -143,22 +143,25 @@ def labels(params: Any) -> Any:
     """What every leaf is, for `optax.partition` and masks, in a tree of the same structure.
 
     Args:
-      params: a reparametrised tree, or updates or gradients of one.
+      params: a reparametrised tree, or updates or gradients of one; or a tree with nodes taken apart into
+        mappings with the names of their fields, as in an `nnx.State`.
 
     Returns:
       `raw`, `residual` or `anchor`; for a scale its name, `e`, `l`, `m` or `n`; for other leaves `other`.
     """
 
-    def of(node: SelWeight) -> SelWeight:
-        def fill(name: str) -> Any:
-            return jax.tree.map(lambda _: name, getattr(node, name))
+    def label(path: Any, _: Any) -> str:
+        field, scale = (jax.tree_util.keystr(path[i : i + 1], simple=True) for i in (0, 1))
+        return scale if field == "scales" else field
 
-        scales = {
-            scale: jax.tree.map(lambda _, s=scale: s, factors) for scale, factors in node.scales.items()
-        }
-        return replace(node, raw=fill("raw"), scales=scales, residual=fill("residual"), anchor=fill("anchor"))
+    def is_node(x: Any) -> bool:
+        return _is_node(x) or isinstance(x, Mapping) and "raw" in x and _FIELDS.issuperset(x)
 
-    return _map_nodes(of, params, other=lambda _: "other")
+    return jax.tree.map(
+        lambda x: jax.tree_util.tree_map_with_path(label, x) if is_node(x) else "other",
+        params,
+        is_leaf=is_node,
+    )
 
 
 def decay_mask(params: Any) -> Any:
@@ -170,8 +173,8 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, SelWeight)
 
 
-def _map_nodes(function: Callable[[SelWeight], Any], tree: Any, other: Callable = lambda x: x) -> Any:
-    return jax.tree.map(lambda x: function(x) if _is_node(x) else other(x), tree, is_leaf=_is_node)
+def _map_nodes(function: Callable[[SelWeight], Any], tree: Any) -> Any:
+    return jax.tree.map(lambda x: function(x) if _is_node(x) else x, tree, is_leaf=_is_node)
 
 
 def _patterns(where: Where) -> dict[str, MuonDimensionNumbers | str | None]:
