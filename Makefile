@@ -32,8 +32,9 @@ bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory
 tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: memory, operations, collectives
 	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
 
+# In the order of collection: by their number of tests, a long file of few tests would start last.
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not peers and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not peers and not slow"
 
 test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole run (an hour)
 	$(OPTIMIZED) $(BIN)/python -m pytest -m slow
