@@ -4,15 +4,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import tyro
 
-from experiments import frontier_report
+from experiments import calibration_report, frontier_report, sel_report
 from experiments import report as manifolds_report
 from experiments.config import PRESETS, SOLVERS, Solver, preset
 from experiments.errors import InputError
-from experiments.sel_plan import SEL_PRESETS
+from experiments.sel_plan import PLAN, SEL_PRESETS, SelStudy
 from experiments.stability import FRONTIER
 from experiments.studies.calibration import calibrate as run_calibration
 from experiments.studies.frontier import ASSIGNMENTS, run_frontier
@@ -133,10 +134,18 @@ def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         dir: Folder of the study.
     """
-    study = frontier_report if (dir / FRONTIER).exists() else manifolds_report
+    study = _report_module(dir)
     path = study.write_report(dir)
     print(study.format_table(dir))
     print(f"Report: {path}")
+
+
+def _report_module(dir: Path) -> ModuleType:
+    if (dir / FRONTIER).exists():
+        return frontier_report
+    if (dir / PLAN).exists():
+        return {"grid": sel_report, "calibration": calibration_report}[SelStudy.load(dir)[1]]
+    return manifolds_report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

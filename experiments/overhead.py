@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import jax
@@ -43,10 +43,8 @@ def overhead(baseline: Run, sel: Run, corpus: Corpus, path: Path) -> Overhead:
       corpus: the text, of which one batch is used throughout.
       path: of the JSON file; its folder exists.
     """
-    if path.exists():
-        names = Overhead.__dataclass_fields__
-        content = read_json(path, require=list(names))
-        return Overhead(**{name: content[name] for name in names})
+    if (stored := read_overhead(path)) is not None:
+        return stored
     timed = [_timed_step(config, corpus) for config in (baseline, sel)]
     for _ in range(_WARM_UP):
         for step in timed:
@@ -63,6 +61,19 @@ def overhead(baseline: Run, sel: Run, corpus: Corpus, path: Path) -> Overhead:
     )
     write_json(path, asdict(found))
     return found
+
+
+def read_overhead(path: Path) -> Overhead | None:
+    """What `overhead` wrote; None if it has not yet.
+
+    Raises:
+      InputError: the file is damaged.
+    """
+    if not path.exists():
+        return None
+    names = [field.name for field in fields(Overhead)]
+    content = read_json(path, require=names)
+    return Overhead(**{name: content[name] for name in names})
 
 
 def _timed_step(config: Run, corpus: Corpus) -> Callable[[], float]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.calibration_report import format_table, write_report
 from experiments.sel_plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 from experiments.studies.named_runs import load_corpus, train_named
 
@@ -39,4 +40,7 @@ def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
     if ended:
         for annealing in ANNEALINGS:
             trial(*min(ended, key=ended.__getitem__), annealing)
-    return study_dir
+    report = write_report(study_dir)
+    print(format_table(study_dir))
+    print(f"Report: {report}")
+    return report

@@ -13,6 +13,7 @@ from experiments.sel_plan import (
     best_rate,
     sweep,
 )
+from experiments.sel_report import format_table, write_report
 from experiments.studies.named_runs import load_corpus, train_named
 
 
@@ -59,4 +60,7 @@ def run_sel(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
     for method in ABLATIONS if best[cell, SEL] is not None else ():
         for seed in range(study.seeds):
             run(Trial(cell, method, best[cell, SEL], seed))
-    return study_dir
+    report = write_report(study_dir)
+    print(format_table(study_dir))
+    print(f"Report: {report}")
+    return report
