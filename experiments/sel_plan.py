@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from experiments.config import ADAMW, Data, Model, Optimizer, Run, Sel, to_dict
 from experiments.errors import InputError
@@ -90,6 +90,8 @@ class SelStudy:
             raise InputError(f"an SEL study compares with {ADAMW}: its runs cannot have another optimizer")
         if Cell(*self.ablation) not in self.cells:
             raise InputError(f"the ablations' model {Cell(*self.ablation)} is not in the grid")
+        if odd := [width for width in self.widths if width % self.head_size]:
+            raise InputError(f"width {odd[0]} is not a multiple of an SEL study's head_size {self.head_size}")
         for cell in self.cells:
             self.config(Trial(cell, SEL, self.rates[0], 0))
 
@@ -110,7 +112,7 @@ class SelStudy:
             self.base.model,
             width=trial.cell.width,
             layers=trial.cell.layers,
-            heads=max(1, trial.cell.width // self.head_size),
+            heads=trial.cell.width // self.head_size,
         )
         return replace(
             self.base,
@@ -149,12 +151,18 @@ class SelStudy:
         Raises:
           InputError: the file is damaged.
         """
-        content = read_json(study_dir / PLAN, require=("purpose", "base", "widths", "depths"))
+        path = study_dir / PLAN
+        content = read_json(path, require=("purpose", "base"))
         purpose, base = content.pop("purpose"), content.pop("base")
+        if purpose not in get_args(Purpose):
+            raise InputError(f"{path}: purpose {purpose!r} is none of {', '.join(get_args(Purpose))}")
         parts = {"model": Model, "data": Data, "optimizer": Optimizer, "sel": Sel}
-        run = Run(**{name: parts[name](**v) if name in parts else v for name, v in base.items()})
-        lists = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
-        return cls(base=run, **lists), purpose
+        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+        try:
+            run = Run(**base | {name: part(**base[name]) for name, part in parts.items()})
+            return cls(base=run, **lists), purpose
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} is not an SEL study's plan: {error}") from error
 
 
 def _plain(value: Any) -> Any:
