@@ -1,20 +1,24 @@
-"""Command line: `python -m experiments {manifolds,train,report} --help`."""
+"""Command line: `python -m experiments {manifolds,sel,train,report} --help`."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import tyro
 
-from experiments import frontier_report
+from experiments import calibration_report, frontier_report, sel_report
 from experiments import report as manifolds_report
 from experiments.config import PRESETS, SOLVERS, Solver, preset
 from experiments.errors import InputError
+from experiments.sel_plan import PLAN, SEL_PRESETS, SelStudy
 from experiments.stability import FRONTIER
+from experiments.studies.calibration import calibrate as run_calibration
 from experiments.studies.frontier import ASSIGNMENTS, run_frontier
 from experiments.studies.manifolds import OPTIMIZERS, run_study
+from experiments.studies.sel import run_sel
 from experiments.train import train as train_run
 
 
@@ -70,6 +74,36 @@ def manifolds(
     run_study(config, dir or Path("runs") / f"manifolds-{preset_name}{suffix}", optimizers or OPTIMIZERS)
 
 
+def sel(
+    preset_name: Annotated[Literal["tiny", "paper"], tyro.conf.arg(name="preset")] = "tiny",
+    dir: Path | None = None,
+    calibrate: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    corpus: str | None = None,
+    steps: int | None = None,
+) -> None:
+    """Train GPT-2s of several widths and depths with SymExpLin and without, and compare them.
+
+    Started again, it takes up where it was stopped: runs that have ended are kept.
+
+    Args:
+        preset_name: The grid: tiny (widths 64, 128 and 192, 2 and 4 layers, an hour on two cores), or
+            paper, the nine models of the paper on OpenWebText.
+        dir: Folder of the study; by default runs/sel-PRESET, or runs/sel-calibration-PRESET.
+        calibrate: Compare curvatures and courses of the scales' rates at the grid's middle model instead.
+        corpus: Text to train on, instead of the preset's (see manifolds).
+        steps: Updates per run, instead of the preset's; more than its warm-up (20; paper 1000).
+    """
+    study = SEL_PRESETS[preset_name]
+    base = study.base
+    base = replace(
+        base,
+        data=replace(base.data, corpus=corpus or base.data.corpus),
+        steps=base.steps if steps is None else steps,
+    )
+    run, name = (run_calibration, "sel-calibration") if calibrate else (run_sel, "sel")
+    run(replace(study, base=base), dir or Path("runs") / f"{name}-{preset_name}")
+
+
 _SETTINGS = tyro.extras.subcommand_type_from_defaults(
     PRESETS,
     {
@@ -100,17 +134,25 @@ def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         dir: Folder of the study.
     """
-    study = frontier_report if (dir / FRONTIER).exists() else manifolds_report
+    study = _report_module(dir)
     path = study.write_report(dir)
     print(study.format_table(dir))
     print(f"Report: {path}")
+
+
+def _report_module(dir: Path) -> ModuleType:
+    if (dir / FRONTIER).exists():
+        return frontier_report
+    if (dir / PLAN).exists():
+        return {"grid": sel_report, "calibration": calibration_report}[SelStudy.load(dir)[1]]
+    return manifolds_report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; bad input ends with its message and exit code 2."""
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"manifolds": manifolds, "train": train, "report": report},
+            {"manifolds": manifolds, "sel": sel, "train": train, "report": report},
             prog="python -m experiments",
             args=arguments,
             description="GPT-2 experiments on the geometry of weights.",

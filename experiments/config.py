@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from experiments.errors import InputError
+from sel_jax import WIDTH_FACTOR
 
 ADAMW = "adamw"
 MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
@@ -144,12 +145,47 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Sel:
+    """SymExpLin on the blocks' matrices: they are trained as raw weights, which the model sees curved."""
+
+    on: bool = False
+    """Under AdamW or unconstrained Muon; off, the matrices are ordinary."""
+    width_factor: float = WIDTH_FACTOR
+    """The curvature of a matrix is this times the square root of its fan-in."""
+    start: Literal["mismatched", "congruent"] = "mismatched"
+    """Initial raw weights by inverting the congruent rule, which makes negative weights smaller than drawn,
+    or the rule that the model uses itself, so that all weights are as drawn."""
+    linear: bool = True
+    """Have the linear path."""
+    learnable: bool = True
+    """Train the scales; off, they are constants."""
+    annealed: bool = True
+    """Let the rates of the scales e and m move as below; off, they are AdamW's throughout."""
+    e_first: float = 1.0
+    """First and last multiplier of the rate of the output scale e, with half a cosine between them."""
+    e_last: float = 0.1
+    m_first: float = 0.1
+    """The same of the exponent's scale m."""
+    m_last: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.width_factor < math.inf,
+            f"sel.width_factor must be positive and finite, got {self.width_factor}",
+        )
+        for name in ("e_first", "e_last", "m_first", "m_last"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"sel.{name} must be finite and not negative, got {value}")
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run, whole: equal configurations give equal parameters."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    sel: Sel = field(default_factory=Sel)
     steps: int = 600
     """Updates."""
     eval_every: int = 100
@@ -173,6 +209,21 @@ class Run:
         _require(
             self.optimizer.warmup_steps < self.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be less than steps {self.steps}",
+        )
+        if self.sel.on:
+            self._check_sel()
+
+    def _check_sel(self) -> None:
+        name, smallest = self.optimizer.name, self.sel.width_factor * math.sqrt(self.model.width)
+        _require(
+            name in (ADAMW, "none"),
+            f"optimizer.name {name!r} holds matrices on a manifold, which raw weights do not have: "
+            f"with sel.on choose {ADAMW} or none",
+        )
+        _require(
+            self.sel.start == "mismatched" or not self.sel.linear or smallest > 1,
+            f"sel.start congruent needs a curvature above 1, or the map has no inverse: "
+            f"sel.width_factor {self.sel.width_factor} gives {smallest:.3g} at width {self.model.width}",
         )
 
     def with_optimizer(self, name: str) -> "Run":

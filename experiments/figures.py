@@ -9,17 +9,15 @@ _NATS = "nats per token"
 _RECOVERED_WITHIN = 0.25  # nats: a curve that ends further above its own best has diverged
 
 
-def validation_loss(curves: Curves, styles: Styles) -> Figure:
+def validation_loss(curves: Curves, styles: Styles, title: str = "Validation loss") -> Figure:
     """Validation loss of the whole run; a run that explodes leaves through the top."""
-    return step_panel(curves, styles, "Validation loss", _NATS, log=False, limits=_loss_limits(curves))
+    return step_panel(curves, styles, title, _NATS, log=False, limits=_loss_limits(curves))
 
 
-def validation_loss_zoom(curves: Curves, styles: Styles) -> Figure:
+def validation_loss_zoom(curves: Curves, styles: Styles, title: str = "Validation loss, last half") -> Figure:
     """Validation loss over the last half of the steps, on the scale of the runs that have not diverged."""
     start, limits = _zoom(curves)
-    return step_panel(
-        curves, styles, "Validation loss, last half", _NATS, log=False, limits=limits, start=start
-    )
+    return step_panel(curves, styles, title, _NATS, log=False, limits=limits, start=start)
 
 
 def training_loss(curves: Curves, styles: Styles) -> Figure:

@@ -54,6 +54,11 @@ def _residual_std(config: Model) -> float:
     return INIT_STD / (2 * config.layers) ** 0.5
 
 
+def initial_std(config: Model, matrix: str) -> float:
+    """Standard deviation of the initial entries of a matrix of the blocks, `attn/c_attn` and so on."""
+    return _residual_std(config) if matrix.endswith("c_proj") else INIT_STD
+
+
 def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
     # Flax takes the statistics in float32 whatever the dtype.
     return nn.LayerNorm(

@@ -1,5 +1,6 @@
 """A run's optimizer, from its configuration: section names follow the paper's set-up."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import optax
 from jaxtyping import Array
 
-from experiments.config import ADAMW, Optimizer, Run
+from experiments.config import ADAMW, MATRICES, Optimizer, Run
 from experiments.errors import InputError
 from manifold_muon import (
     DGram,
@@ -21,6 +22,7 @@ from manifold_muon import (
     project_params,
 )
 from manifold_muon import constraint_violations as violations_by_path
+from sel_jax import SCALES, annealed, decay_mask, default_beta, reparametrize, scale_rates
 from spectral.paths import map_named, named_leaves
 
 _STACK = "h/"
@@ -64,19 +66,32 @@ def manifolds(config: Run) -> dict[str, Manifold]:
 
 
 def prepare_params(params: Any, config: Run) -> Any:
-    """The initial parameters, with the block matrices put on their manifolds."""
-    return project_params(params, manifolds(config))
+    """The initial parameters, with the block matrices put on their manifolds, or into curved weight space."""
+    params, sel = project_params(params, manifolds(config)), config.sel
+    if not sel.on:
+        return params
+    return reparametrize(
+        params,
+        [f"{_STACK}{name}/kernel" for name in MATRICES],
+        beta=functools.partial(default_beta, factor=sel.width_factor),
+        start="mismatched" if sel.start == "mismatched" else "exact",
+        learn=[name for name in SCALES if sel.learnable and (sel.linear or name != "l")],
+        values={} if sel.linear else {"l": 0.0},
+    )
 
 
 def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
-    """`attn/c_attn` and so on -> distance from the manifold, one number a layer."""
+    """`attn/c_attn` and so on -> distance of ordinary params from the manifold, one number a layer."""
     found = violations_by_path(params, manifolds(config))
     return {_matrix(name): value for name, value in found.items()}
 
 
 def make_optimizer(config: Run) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, or Manifold Muon with AdamW for all but the block matrices."""
-    settings = config.optimizer
+    """Clipping by global norm, then AdamW, or Manifold Muon with AdamW for all but the block matrices.
+
+    With SEL, the scales' own rates come last.
+    """
+    settings, sel = config.optimizer, config.sel
     adam = learning_rate_schedule(config)
     if settings.name == ADAMW:
         rest = optax.adamw(
@@ -84,12 +99,14 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
             settings.adam_beta1,
             settings.adam_beta2,
             weight_decay=settings.weight_decay,
-            mask=_is_matrix,
+            mask=_decays,
         )
     else:
+        # Under SEL it is the raw weights that take the matrices' place.
+        suffix = "/raw" if sel.on else ""
         rest = manifold_muon(
             learning_rate_schedule(config, settings.muon_learning_rate),
-            manifolds(config),
+            {pattern + suffix: manifold for pattern, manifold in manifolds(config).items()},
             adam_learning_rate=adam,
             momentum=settings.momentum,
             solver=_solver(settings),
@@ -97,9 +114,13 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
             adam_b1=settings.adam_beta1,
             adam_b2=settings.adam_beta2,
             adam_weight_decay=settings.weight_decay,
-            adam_weight_decay_mask=_is_matrix,
+            adam_weight_decay_mask=_decays,
         )
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), rest)
+    chain = [optax.clip_by_global_norm(settings.clip_norm), rest]
+    if sel.on and sel.annealed:
+        rates = annealed(config.steps, (sel.e_first, sel.e_last), (sel.m_first, sel.m_last))
+        chain.append(scale_rates(rates))
+    return optax.chain(*chain)
 
 
 def _solver(settings: Optimizer) -> Solver:
@@ -125,9 +146,13 @@ def solver_diagnostics(opt_state: Any) -> dict[str, dict[str, Array]]:
 
 
 def _matrix(name: str) -> str:
-    return name.removeprefix(_STACK).removesuffix("/kernel")
+    return name.removeprefix(_STACK).removesuffix("/raw").removesuffix("/kernel")
 
 
-def _is_matrix(params: Any) -> Any:
-    """Weight decay's mask: two or more axes, the blocks' layer axis not counted."""
-    return map_named(lambda name, leaf: leaf.ndim >= (3 if name.startswith(_STACK) else 2), params)
+def _decays(params: Any) -> Any:
+    """Weight decay's mask: two or more axes, the blocks' layer axis not counted, and no scales."""
+    return map_named(
+        lambda name, leaf, weight: weight and leaf.ndim >= (3 if name.startswith(_STACK) else 2),
+        params,
+        decay_mask(params),
+    )

@@ -6,8 +6,7 @@ pyplot: nothing global is touched, and PNG comes from Agg wherever the code runs
 """
 
 import io
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -15,21 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-Curve = tuple[np.ndarray, np.ndarray]
-Curves = Mapping[str, Curve]
-Limits = tuple[float, float]
-
-
-class Style(NamedTuple):
-    """How a run is named and drawn, the same in every figure and in the table."""
-
-    label: str
-    color: str
-    marker: str
-    dashes: str = "-"
-
-
-Styles = Mapping[str, Style]
+from experiments.line_labels import Curve, Curves, Limits, Style, Styles, label_lines
 
 # Colours are Okabe and Ito's, told apart under the usual colour blindnesses; markers tell them apart in grey.
 # Runs without a constraint are dashed.
@@ -59,7 +44,6 @@ _RC = {
     "lines.markersize": 4.5,
 }
 _MARKERS_PER_LINE = 7
-_LABEL_GAP = 0.068  # of the axes' height: a line of text at this panel's size
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
@@ -111,7 +95,7 @@ def step_panel(
         axes.set_xlim(start, max(end, start + 1))
         if limits is not None:
             axes.set_ylim(*limits)
-        _label_lines(axes, drawn, styles)
+        label_lines(axes, drawn, styles)
     return axes.figure
 
 
@@ -126,6 +110,7 @@ def rate_panel(
     log: bool | None = None,
     limits: Limits | None = None,
     level: tuple[str, float] | None = None,
+    whose: str = "Muon's",
 ) -> Figure:
     """One panel over learning rates, a line per assignment, with a cross where a run was not stable.
 
@@ -139,9 +124,10 @@ def rate_panel(
       log: scale of the values; None chooses by the data.
       limits: of the values' axis.
       level: name and height of a horizontal line.
+      whose: rates they are.
     """
     with matplotlib.rc_context(_RC):
-        axes = _axes(title, "Muon's peak learning rate", axis)
+        axes = _axes(title, f"{whose} peak learning rate", axis)
         drawn = _drawn(curves, log)
         if not drawn:
             return _blank(axes, "no run has ended yet")
@@ -155,10 +141,7 @@ def rate_panel(
         axes.set_xlim(rates[0] / 2**0.5, rates[-1] * 2**0.5)
         labelled = rates[:: len(rates) // 7 + 1]
         axes.set_xticks(labelled, [f"{rate:.2g}" for rate in labelled])
-        if level is not None:
-            axes.axhline(level[1], color="#666666", lw=0.8, ls=":")
-            where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-            axes.annotate(level[0], (0.02, level[1]), (0, 2), size=8, color="#666666", **where)
+        _mark_level(axes, level)
         to_axes = axes.transData + axes.transAxes.inverted()
         for name, (at, values) in curves.items():
             heights = np.where(np.isfinite(values), values, axes.get_ylim()[1])[unstable[name]]
@@ -166,8 +149,68 @@ def rate_panel(
             inside = np.clip(crosses[:, 1], 0.03, 0.97)
             look = {"color": styles[name].color, "ms": 8, "mew": 2, "zorder": 3}
             axes.plot(crosses[:, 0], inside, "x", transform=axes.transAxes, **look)
-        _label_lines(axes, drawn, styles)
+        label_lines(axes, drawn, styles)
     return axes.figure
+
+
+def category_panel(
+    points: Mapping[str, np.ndarray],
+    styles: Styles,
+    categories: Sequence[str],
+    title: str,
+    x: str,
+    axis: str,
+    *,
+    joined: bool = True,
+    log: bool | None = False,
+    level: tuple[str, float] | None = None,
+) -> Figure:
+    """One panel over words: for every name a large mark at the mean of each category, and a dot a repeat.
+
+    Args:
+      points: name -> values (categories, repeats); those that are not finite are left out.
+      styles: of the names.
+      categories: the words on the axis.
+      title: of the panel.
+      x: what the categories are.
+      axis: what the values are.
+      joined: join a name's marks by a line, and name it at its end.
+      log: scale of the values; None chooses by the data.
+      level: name and height of a horizontal line.
+    """
+    with matplotlib.rc_context(_RC):
+        axes = _axes(title, x, axis)
+        places = np.arange(len(categories), dtype=float)
+        means = {name: (places, _finite_mean(values)) for name, values in points.items()}
+        drawn = _drawn(means, log)
+        if not drawn:
+            return _blank(axes, "nothing recorded yet")
+        _set_scale(axes, drawn, log)
+        for name, (at, values) in drawn.items():
+            style = styles[name]
+            dashes = style.dashes if joined else ""
+            axes.plot(at, values, dashes, color=style.color, marker=style.marker, ms=6)
+            axes.plot(at, points[name], ".", color=style.color, alpha=0.5)
+        axes.set_xticks(places, categories, rotation=0 if max(map(len, categories)) < 8 else 20, size=8)
+        axes.set_xlim(-0.5, len(categories) - 0.5)
+        _mark_level(axes, level)
+        if joined:
+            label_lines(axes, drawn, styles)
+    return axes.figure
+
+
+def _finite_mean(values: np.ndarray) -> np.ndarray:
+    seen = np.isfinite(values)
+    count = seen.sum(axis=1)
+    return np.where(count > 0, np.where(seen, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
+
+
+def _mark_level(axes: Axes, level: tuple[str, float] | None) -> None:
+    if level is None:
+        return
+    axes.axhline(level[1], color="#666666", lw=0.8, ls=":")
+    where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(level[0], (0.02, level[1]), (0, 2), size=8, color="#666666", **where)
 
 
 def _axes(title: str, x: str, y: str) -> Axes:
@@ -211,51 +254,3 @@ def _set_scale(axes: Axes, curves: Curves, log: bool | None) -> None:
     if high < 1e3 * low:  # under three decades, powers of ten alone would leave the axis nearly bare
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _label_lines(axes: Axes, curves: Curves, styles: Styles) -> None:
-    """Names each line right of the axes, joined to its last point; an arrow marks one that left the view."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends = {}
-    for name, (steps, values) in curves.items():
-        last = np.flatnonzero(np.isfinite(values))[-1]
-        ends[name] = to_axes.transform((steps[last], values[last]))
-    order = sorted(ends, key=lambda name: ends[name][1])
-    heights = _spread(np.clip([ends[name][1] for name in order], 0, 1))
-    for name, height in zip(order, heights, strict=True):
-        (x, y), style = ends[name], styles[name]
-        inside = 0 <= x and 0 <= y <= 1
-        if inside:
-            leader = ":" if x < 0.99 else "-"
-            axes.plot(
-                (x, 1.035),
-                (y, height),
-                leader,
-                color=style.color,
-                lw=0.8,
-                transform=axes.transAxes,
-                clip_on=False,
-            )
-        arrow = "" if inside else "\u2191 " if y > 1 else "\u2193 " if y < 0 else "\u2190 "
-        axes.text(
-            1.05,
-            height,
-            arrow + _short(style.label),
-            color=style.color,
-            size=9,
-            va="center",
-            transform=axes.transAxes,
-        )
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 20 else label[:19] + "\u2026"
-
-
-def _spread(heights: np.ndarray) -> np.ndarray:
-    """Ascending heights in [0, 1] moved apart to at least the label gap, each group about its own middle."""
-    offsets = _LABEL_GAP * np.arange(len(heights))
-    # Pushing up from below and down from above both keep the gap, so their mean does.
-    up = np.maximum.accumulate(heights - offsets)
-    down = np.minimum.accumulate((heights - offsets)[::-1])[::-1]
-    return np.maximum(np.minimum((up + down) / 2, 0.97 - offsets[-1]), 0) + offsets

@@ -11,13 +11,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.config import MATRICES, Run
-from experiments.model import GPT2
+from experiments.model import GPT2, initial_std
 from experiments.optimizers import constraint_violations
 from manifold_muon import DGram, to_tall
+from sel_jax import effective
 from spectral.matrix_functions import svd
 
 SATURATED = 0.99
 """A softmax row counts as saturated when its largest probability exceeds this."""
+
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+"""Of the sizes of a matrix's entries."""
 
 Probes = dict[str, dict[str, Any]]
 
@@ -27,10 +31,11 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
 
     `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
     matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
-    it has none).
+    it has none). Reparametrised params are taken at their effective weights.
     """
 
     def probe(params: Any, tokens_BxT: Array) -> Probes:
+        params = effective(params)
         _, sown = GPT2(config.model).apply({"params": params}, tokens_BxT, mutable=["probes"])
         (query_LxBxTxHxK,), (key_LxBxTxHxK,) = (
             sown["probes"]["h"]["attn"][name] for name in ("query", "key")
@@ -42,6 +47,28 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
             kernel = params["h"][module][matrix]["kernel"]
             weights[name] = {**matrix_statistics(kernel), "violation": violations[name]}
         return {"attention": attention_statistics(query_LxBxTxHxK, key_LxBxTxHxK), "weights": weights}
+
+    return jax.jit(probe)
+
+
+def make_size_probe(config: Run) -> Callable[[Any], Probes]:
+    """A jitted function of the params that gives, for every matrix of the blocks, its entries' sizes.
+
+    Those are the `QUANTILES` of |W| over the standard deviation that its entries were drawn with, as
+    `size_0.5` and so on, each number per layer. It sorts all entries: too slow for every evaluation.
+    """
+
+    def quantiles(kernel_IxO: Array) -> Array:
+        return jnp.quantile(jnp.abs(kernel_IxO.astype(jnp.float32)), jnp.array(QUANTILES))
+
+    def probe(params: Any) -> Probes:
+        params, found = effective(params), {}
+        for name in MATRICES:
+            module, matrix = name.split("/")
+            sizes_LxQ = jax.lax.map(quantiles, params["h"][module][matrix]["kernel"])
+            relative = sizes_LxQ.T / initial_std(config.model, name)
+            found[name] = {f"size_{q:g}": sizes for q, sizes in zip(QUANTILES, relative, strict=True)}
+        return found
 
     return jax.jit(probe)
 
@@ -104,11 +131,16 @@ def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:
     Returns:
       `sigma_max` and `sigma_min`, the largest and smallest singular value; `gram_off_diagonal`,
       `||off(C)||_F / n` with C the cosines between the n columns of the tall orientation (m >= n rows;
-      a square matrix's columns are those of the papers' W, the kernel transposed). Each (L,).
+      a square matrix's columns are those of the papers' W, the kernel transposed); `kurtosis` of the
+      entries, 3 for a Gaussian. Each (L,).
     """
     sigma = svd(kernel_LxIxO.astype(jnp.float32), compute_uv=False)
+    centred = kernel_LxIxO.astype(jnp.float32)
+    centred -= centred.mean((-2, -1), keepdims=True)
+    squares = jnp.square(centred / centred.std((-2, -1), keepdims=True))
     return {
         "sigma_max": sigma[..., 0],
         "sigma_min": sigma[..., -1],
         "gram_off_diagonal": DGram().violation(to_tall(kernel_LxIxO)),
+        "kurtosis": jnp.square(squares).mean((-2, -1)),
     }

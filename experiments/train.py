@@ -28,7 +28,8 @@ from experiments.optimizers import (
     prepare_params,
     solver_diagnostics,
 )
-from experiments.probes import make_probe
+from experiments.probes import make_probe, make_size_probe
+from sel_jax import effective
 
 
 class TrainState(NamedTuple):
@@ -60,9 +61,13 @@ def init_state(config: Run, optimizer: optax.GradientTransformation) -> TrainSta
 
 
 def mean_loss(model: GPT2, params: Any, tokens: Array, dropout_key: Array | None = None) -> Array:
-    """Cross entropy (nats a token) of tokens (B, T + 1): each of the last T, given those before it."""
+    """Cross entropy (nats a token) of tokens (B, T + 1): each of the last T, given those before it.
+
+    Reparametrised params are taken at their effective weights.
+    """
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    logits = model.apply({"params": params}, tokens[:, :-1], deterministic=rngs is None, rngs=rngs)
+    variables = {"params": effective(params)}
+    logits = model.apply(variables, tokens[:, :-1], deterministic=rngs is None, rngs=rngs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -95,10 +100,11 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0)
 
 
-def make_evaluation(config: Run, corpus: Corpus) -> Callable[[Any], dict[str, Any]]:
-    """A function of the parameters that gives, on fixed held-out text, what an `eval` line records.
+def make_evaluation(config: Run, corpus: Corpus) -> Callable[..., dict[str, Any]]:
+    """A function (params, sizes=False) that gives, on fixed held-out text, what an `eval` line records.
 
-    That is the mean `loss`, and `attention` and `weights` from `probes.make_probe`.
+    That is the mean `loss`, and `attention` and `weights` from `probes.make_probe`; with `sizes`, `weights`
+    has what `probes.make_size_probe` finds too.
     """
     batches = np.stack(
         validation_batches(
@@ -114,7 +120,15 @@ def make_evaluation(config: Run, corpus: Corpus) -> Callable[[Any], dict[str, An
     batches, sequences = jax.device_put((batches, sequences))
     loss, probe = functools.partial(mean_loss, GPT2(config.model)), make_probe(config)
     evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: loss(params, x), batches).mean())
-    return lambda params: jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
+    size_probe = make_size_probe(config)
+
+    def evaluation(params: Any, sizes: bool = False) -> dict[str, Any]:
+        found = jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
+        for name, numbers in jax.device_get(size_probe(params)).items() if sizes else ():
+            found["weights"][name].update(numbers)
+        return found
+
+    return evaluation
 
 
 def _solver(state: TrainState) -> dict[str, Any]:
@@ -128,7 +142,7 @@ class Program(NamedTuple):
 
     initial_state: Callable[[], TrainState]
     train_step: Callable[[TrainState, Array], tuple[TrainState, Update]]
-    evaluate: Callable[[Any], dict[str, Any]]
+    evaluate: Callable[..., dict[str, Any]]
 
 
 def make_program(config: Run, corpus: Corpus) -> Program:
@@ -191,7 +205,7 @@ def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoint
         return
     if start == 0:
         state = program.initial_state()
-        log.evaluation(0, program.evaluate(state.params))
+        log.evaluation(0, program.evaluate(state.params, sizes=True))
     else:
         state = checkpoints.restore(on_default_device(jax.eval_shape(program.initial_state)))
     batches = train_batches(
@@ -212,7 +226,7 @@ def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoint
         if step == start + 1 or evaluation_due or save_due or step % config.log_every == 0:
             log.read()
         if evaluation_due:
-            log.evaluation(step, {**program.evaluate(state.params), **_solver(state)})
+            log.evaluation(step, {**program.evaluate(state.params, sizes=last), **_solver(state)})
         if save_due:
             log.flush()  # Before the save: what a checkpoint covers is never computed again.
             checkpoints.save(step, state)

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import figures, panels
+from experiments import figures, line_labels, panels
 from experiments.panels import Curve, Curves
 
 STEPS = np.arange(0.0, 101.0, 10.0)
@@ -199,13 +199,13 @@ def test_training_loss_window_grows_with_the_run() -> None:
 
 @pytest.mark.parametrize("ends", [[0.5] * 7, [0.0] * 7, [1.0] * 7, [0.0, 0.01, 0.5, 0.52, 0.99, 1.0]])
 def test_names_keep_apart_and_within_the_panel(ends: list[float]) -> None:
-    heights = panels._spread(np.array(ends))
-    assert np.diff(heights).min() >= panels._LABEL_GAP - 1e-9
+    heights = line_labels.spread(np.array(ends))
+    assert np.diff(heights).min() >= line_labels.LABEL_GAP - 1e-9
     assert heights.min() >= 0 and heights.max() <= 1
 
 
 def test_names_with_room_stay_at_their_lines() -> None:
-    np.testing.assert_allclose(panels._spread(np.array([0.1, 0.4, 0.9])), [0.1, 0.4, 0.9])
+    np.testing.assert_allclose(line_labels.spread(np.array([0.1, 0.4, 0.9])), [0.1, 0.4, 0.9])
 
 
 def rates(values: list[float]) -> Curve:

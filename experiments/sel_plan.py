@@ -1,0 +1,255 @@
+"""The plan of an SEL study: its grid of models, its runs and their names, and which rates are tried."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from experiments.config import ADAMW, Data, Model, Optimizer, Run, Sel, to_dict
+from experiments.errors import InputError
+from experiments.files import read_json, write_json
+
+PLAN = "sel.json"
+Purpose = Literal["grid", "calibration"]
+Losses = Mapping[float, float | None]
+"""Rate -> final validation loss; None for a run that ended before its last update."""
+
+BASELINE, SEL = "adamw", "sel"
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "sel-no-linear-path": {"linear": False},
+    "sel-congruent-start": {"start": "congruent"},
+    "sel-fixed-multipliers": {"annealed": False},
+    "sel-fixed-scales": {"learnable": False},
+}
+"""Name of an ablation -> what it changes in `config.Sel`."""
+METHODS = (BASELINE, SEL, *ABLATIONS)
+
+ANNEALINGS: dict[str, dict[str, Any]] = {
+    "off": {"annealed": False},
+    "tenfold": {"e_first": 1.0, "e_last": 0.1, "m_first": 0.1, "m_last": 1.0},
+    "tripled": {"e_first": 3.0, "e_last": 0.3, "m_first": 0.3, "m_last": 3.0},
+}
+"""The courses of the scales' rates that a calibration compares, by name."""
+DEFAULT_ANNEALING = "tenfold"
+
+
+class Cell(NamedTuple):
+    """A model's shape."""
+
+    width: int
+    layers: int
+
+    def __str__(self) -> str:
+        return f"w{self.width}-d{self.layers}"
+
+
+class Trial(NamedTuple):
+    """One run of a grid."""
+
+    cell: Cell
+    method: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return f"{self.cell}-{self.method}-lr{self.rate:g}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class SelStudy:
+    """A study whole: the contents of its `sel.json`."""
+
+    base: Run
+    """Of every run, but for the width, the depth, the heads, the method, the rate and the seed."""
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    head_size: int
+    """Features of a head: width grows the number of heads."""
+    rates: tuple[float, ...]
+    """AdamW's peak rates that each method tries in each cell, ascending by factors of 2."""
+    extensions: int = 2
+    """Most rates that a sweep may add beyond the ends of the grid."""
+    seeds: int = 3
+    """Runs at each method's best rate; the sweep's own, seed 0, is one of them."""
+    ablation: tuple[int, int] = (128, 4)
+    """Width and depth at which the ablations are made."""
+    factors: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
+    """Of the width, that a calibration compares."""
+    calibration_rates: tuple[float, ...] = (4e-3, 8e-3)
+    """At which it compares them."""
+
+    def __post_init__(self) -> None:
+        for name in ("widths", "depths", "rates", "factors", "calibration_rates"):
+            if not getattr(self, name):
+                raise InputError(f"an SEL study needs at least one of its {name}")
+        if self.seeds < 1 or self.extensions < 0:
+            raise InputError("an SEL study needs at least 1 seed, and 0 or more extensions")
+        if self.base.optimizer.name != ADAMW:
+            raise InputError(f"an SEL study compares with {ADAMW}: its runs cannot have another optimizer")
+        if Cell(*self.ablation) not in self.cells:
+            raise InputError(f"the ablations' model {Cell(*self.ablation)} is not in the grid")
+        if odd := [width for width in self.widths if width % self.head_size]:
+            raise InputError(f"width {odd[0]} is not a multiple of an SEL study's head_size {self.head_size}")
+        for cell in self.cells:
+            self.config(Trial(cell, SEL, self.rates[0], 0))
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The grid, narrow models first."""
+        return [Cell(width, layers) for width in self.widths for layers in self.depths]
+
+    @property
+    def middle(self) -> Cell:
+        """Where the map is calibrated."""
+        return Cell(self.widths[len(self.widths) // 2], self.depths[len(self.depths) // 2])
+
+    def config(self, trial: Trial) -> Run:
+        """A trial's run."""
+        changes = ABLATIONS.get(trial.method, {})
+        model = replace(
+            self.base.model,
+            width=trial.cell.width,
+            layers=trial.cell.layers,
+            heads=trial.cell.width // self.head_size,
+        )
+        return replace(
+            self.base,
+            model=model,
+            optimizer=replace(self.base.optimizer, learning_rate=trial.rate),
+            sel=replace(self.base.sel, on=trial.method != BASELINE, **changes),
+            seed=trial.seed,
+        )
+
+    def calibration(self, factor: float, rate: float, annealing: str) -> Run:
+        """A run of the calibration: a factor of the width, a rate, and one of `ANNEALINGS`."""
+        run = self.config(Trial(self.middle, SEL, rate, 0))
+        return replace(run, sel=replace(run.sel, width_factor=factor, **ANNEALINGS[annealing]))
+
+    def save(self, study_dir: Path, purpose: Purpose) -> None:
+        """Writes `sel.json`, or checks that the one that is there says the same.
+
+        Raises:
+          InputError: it does not.
+        """
+        path = study_dir / PLAN
+        content = {"purpose": purpose, **asdict(self), "base": to_dict(self.base)}
+        if path.exists():
+            if read_json(path) != _plain(content):
+                raise InputError(
+                    f"{study_dir} holds another SEL study (see its {PLAN}): use another directory"
+                )
+            return
+        study_dir.mkdir(parents=True, exist_ok=True)
+        write_json(path, content)
+
+    @classmethod
+    def load(cls, study_dir: Path) -> tuple["SelStudy", Purpose]:
+        """What `save` wrote.
+
+        Raises:
+          InputError: the file is damaged.
+        """
+        path = study_dir / PLAN
+        content = read_json(path, require=("purpose", "base"))
+        purpose, base = content.pop("purpose"), content.pop("base")
+        if purpose not in get_args(Purpose):
+            raise InputError(f"{path}: purpose {purpose!r} is none of {', '.join(get_args(Purpose))}")
+        parts = {"model": Model, "data": Data, "optimizer": Optimizer, "sel": Sel}
+        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
+        try:
+            run = Run(**base | {name: part(**base[name]) for name, part in parts.items()})
+            return cls(base=run, **lists), purpose
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} is not an SEL study's plan: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def best_rate(losses: Losses) -> float | None:
+    """The rate with the lowest loss, the lower one of equals; None if no run made all its updates."""
+    ended = {rate: loss for rate, loss in losses.items() if loss is not None}
+    return min(sorted(ended), key=ended.__getitem__, default=None)
+
+
+def beyond_the_edge(losses: Losses) -> float | None:
+    """The rate to try next, if the best one lies at an end of those tried: a factor of 2 beyond that end.
+
+    Where no run made all its updates, that is half the lowest. None if the best lies between two others.
+    """
+    best = best_rate(losses)
+    if best is None or best == min(losses):
+        return min(losses) / 2
+    return 2 * best if best == max(losses) else None
+
+
+def sweep(rates: tuple[float, ...], extensions: int, trial: Callable[[float], float | None]) -> Losses:
+    """Tries all rates, and then up to `extensions` more beyond the end at which the best one lies.
+
+    Args:
+      rates: of the grid.
+      extensions: most rates that are added.
+      trial: trains at a rate and gives the final loss; None if the run ended before its last update.
+
+    Returns:
+      Every rate tried, in that order, and what the trial gave.
+    """
+    losses = {rate: trial(rate) for rate in rates}
+    for _ in range(extensions):
+        rate = beyond_the_edge(losses)
+        if rate is None:
+            break
+        losses[rate] = trial(rate)
+    return losses
+
+
+SEL_PRESETS: dict[str, SelStudy] = {
+    # About 80 runs in an hour on two cores. 2e-3 to 8e-3 is where AdamW is best at width 128, far above the
+    # rates of long runs, and evaluations come often because steps to a loss are read off their curve.
+    "tiny": SelStudy(
+        base=Run(
+            data=Data(eval_batches=5),
+            optimizer=Optimizer(name=ADAMW, learning_rate=4e-3),
+            steps=300,
+            eval_every=15,
+            checkpoint_every=300,
+        ),
+        widths=(64, 128, 192),
+        depths=(2, 4),
+        head_size=32,
+        rates=(2e-3, 4e-3, 8e-3),
+    ),
+    # The paper's nine models whole: OpenWebText, widths 1024 to 3072, depths 12 to 36. The source gives no
+    # batch, length or rates. These are the usual ones for GPT-2: half a million tokens an update for 10
+    # billion tokens, and rates about 3e-4; one seed, as nothing is said of more.
+    "paper": SelStudy(
+        base=Run(
+            model=Model(
+                vocab_size=50304,
+                context=1024,
+                layers=12,
+                heads=16,
+                width=1024,
+                compute_dtype="bfloat16",
+                remat=True,
+            ),
+            data=Data(corpus="data/openwebtext", batch_size=512, accumulation=16, eval_batches=10),
+            optimizer=Optimizer(name=ADAMW, learning_rate=3e-4, warmup_steps=1000),
+            steps=20_000,
+            eval_every=250,
+            checkpoint_every=1000,
+        ),
+        widths=(1024, 2048, 3072),
+        depths=(12, 24, 36),
+        head_size=64,
+        rates=(1.5e-4, 3e-4, 6e-4),
+        seeds=1,
+        ablation=(1024, 12),
+        calibration_rates=(3e-4, 6e-4),
+    ),
+}

@@ -1,0 +1,46 @@
+"""Calibration of SEL: how curved the map is, and how the scales' rates move, at one model of a grid."""
+
+from pathlib import Path
+
+from experiments.calibration_report import format_table, write_report
+from experiments.sel_plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
+from experiments.studies.named_runs import load_corpus, train_named
+
+
+def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
+    """Compares factors of the width, then courses of the scales' rates, in the grid's middle cell.
+
+    Each factor is tried at every one of `calibration_rates`, and then every course at the best of them.
+    Runs that have ended are not run again, and an interrupted one goes on where it was.
+
+    Args:
+      study: its plan.
+      study_dir: holds one folder a run, `sel.json`, and the report.
+      progress: show progress bars.
+
+    Returns:
+      The report's path.
+
+    Raises:
+      InputError: the folder holds another study, or what `train` refuses.
+    """
+    corpus = load_corpus(study.base)
+    study.save(study_dir, "calibration")
+
+    def trial(factor: float, rate: float, annealing: str) -> float | None:
+        name = f"c{factor:g}-lr{rate:g}-{annealing}"
+        return train_named(study.calibration(factor, rate, annealing), study_dir / name, corpus, progress)
+
+    losses = {
+        (factor, rate): trial(factor, rate, DEFAULT_ANNEALING)
+        for factor in study.factors
+        for rate in study.calibration_rates
+    }
+    ended = {key: loss for key, loss in losses.items() if loss is not None}
+    if ended:
+        for annealing in ANNEALINGS:
+            trial(*min(ended, key=ended.__getitem__), annealing)
+    report = write_report(study_dir)
+    print(format_table(study_dir))
+    print(f"Report: {report}")
+    return report
