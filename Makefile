@@ -12,7 +12,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier bench tpu-check test test-slow test-peers lint format clean
+.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow test-peers lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ frontier: $(VENV)/.experiments ## Muon's rate swept for every assignment and bot
 
 bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory, quality (20 minutes)
 	$(BIN)/python -m experiments.benchmarks.bench
+
+bench-sel: $(VENV)/.experiments ## What SEL adds to a training step: operations, bytes, memory, time (minutes)
+	$(BIN)/python -m experiments.benchmarks.sel_costs
 
 tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: memory, operations, collectives
 	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
