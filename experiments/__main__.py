@@ -39,7 +39,7 @@ def manifolds(
     Started again, it takes up where it was stopped: runs that have ended are kept.
 
     Args:
-        preset_name: Size of the model and length of the runs: demo (200 steps, the default) and tiny
+        preset_name: Size of the model and length of the runs: demo (150 steps, the default) and tiny
             (600 steps) are for a laptop, gpt2-small is the paper's setting, narrow is the frontier's
             (half tiny's width, 150 steps).
         dir: Folder of the study; by default runs/manifolds-PRESET, with the solver's name after it if it is
@@ -107,7 +107,7 @@ def sel(
 _SETTINGS = tyro.extras.subcommand_type_from_defaults(
     PRESETS,
     {
-        "demo": "Settings from preset demo: 200 steps on the standard library's source.",
+        "demo": "Settings from preset demo: 150 steps on the standard library's source.",
         "tiny": "Settings from preset tiny: 600 steps on the standard library's source.",
         "narrow": "Settings from preset narrow: half tiny's width and context, 150 steps.",
         "gpt2-small": "Settings from preset gpt2-small: the paper's, on OpenWebText.",

@@ -239,7 +239,7 @@ class Run:
 TINY = Run()
 
 PRESETS: dict[str, Run] = {
-    "demo": replace(TINY, steps=200),
+    "demo": replace(TINY, steps=150),
     "tiny": TINY,
     # For the frontier's 70 to 90 runs in an hour on two cores. AdamW's rate is raised so that 150 steps learn
     # well below the entropy of single bytes, or a rate that spoils learning would not show.

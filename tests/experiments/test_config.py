@@ -33,8 +33,8 @@ def test_tiny_is_what_the_study_says() -> None:
     assert optimizer.clip_norm == 1.0
 
 
-def test_demo_is_tiny_for_200_steps() -> None:
-    assert preset("demo") == replace(preset("tiny"), steps=200)
+def test_demo_is_tiny_for_150_steps() -> None:
+    assert preset("demo") == replace(preset("tiny"), steps=150)
 
 
 def test_solvers_bring_their_own_retraction() -> None:
