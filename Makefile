@@ -8,6 +8,8 @@ TPU_VENV := .venv-tpu
 # No metadata server is asked, and no lock taken: nothing here opens a TPU.
 TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost
+# The tests' own default is quick compilation: tests/conftest.py.
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo study frontier bench tpu-check test test-slow test-peers lint format clean
@@ -30,14 +32,15 @@ bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory
 tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: memory, operations, collectives
 	$(TPU_ENV) $(TPU_VENV)/bin/python -m experiments.benchmarks.tpu
 
+# In the order of collection: by their number of tests, a long file of few tests would start last.
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not peers and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not peers and not slow"
 
 test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole run (an hour)
-	$(BIN)/python -m pytest -m slow
+	$(OPTIMIZED) $(BIN)/python -m pytest -m slow
 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
-	$(BIN)/python -m pytest -m peers
+	$(OPTIMIZED) $(BIN)/python -m pytest -m peers
 
 lint: $(VENV)/.test ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -128,6 +128,8 @@ class GPT2(nn.Module):
     """
 
     config: Model
+    unroll: bool = False
+    """Write the layers out one by one: XLA's cost analysis counts a loop's body once."""
 
     @nn.compact
     def __call__(self, tokens_BxT: Array, deterministic: bool = True) -> Array:
@@ -162,6 +164,7 @@ class GPT2(nn.Module):
             variable_axes={"params": 0, "probes": 0},
             split_rngs={"params": True, "dropout": True},
             length=config.layers,
+            unroll=config.layers if self.unroll else 1,
         )
         x_BxTxD, _ = blocks(config, deterministic, name="h")(x_BxTxD)
         x_BxTxD = _layer_norm(config, "ln_f")(x_BxTxD)

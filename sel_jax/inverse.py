@@ -1,6 +1,7 @@
 """Raw weights from effective ones."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +40,38 @@ def invert(
     """
     scales = dict(scales or {})
     rule = rule or config.rule
-    e, l, m, n = (config.value(name, scales) for name in ("e", "l", "m", "n"))  # noqa: E741
-    ratio = l * jnp.exp(n) / (config.beta * e * m)
-    invertible = (e > 0) & (m > 0) & ((jnp.abs(ratio) if rule == "mismatch" else -ratio) < 1)
+    invertible, _ = _invertible(config, rule, scales)
     if not isinstance(invertible, jax.core.Tracer) and not np.all(invertible):
         raise ValueError(
             f"the {rule} map with beta = {config.beta:g} is not invertible with these scales: e and m must "
             "be positive and beta * e * m * exp(-n) larger than l; raise beta, or scale l down"
         )
+    return _invert(config, rule, weights, scales)
+
+
+def _invertible(config: SymExpLin, rule: Rule, scales: Scales) -> tuple[Array | bool, Array | float]:
+    """Where the map is invertible, and `beta e m exp(-n)`. Of constants both are so while tracing too."""
+    e, l, m, n = (config.value(name, scales) for name in ("e", "l", "m", "n"))  # noqa: E741
+    room = config.beta * e * m * _exp(-n)
+    return (e > 0) & (m > 0) & ((abs(l) if rule == "mismatch" else -l) < room), room
+
+
+# Jitted, so that without a jit around it too a shape is compiled once.
+@partial(jax.jit, static_argnums=(0, 1))
+def _invert(config: SymExpLin, rule: Rule, weights: Array, scales: Scales) -> Array:
+    e, l, m, n = (config.value(name, scales) for name in ("e", "l", "m", "n"))  # noqa: E741
+    invertible, room = _invertible(config, rule, scales)
     weights = weights.astype(jnp.float32)
+    ratio = l / room
     if rule == "mismatch":
         ratio = jnp.where(weights < 0, -ratio, ratio)
-    target = jnp.abs(weights) * config.beta * jnp.exp(n) / e
+    target = jnp.abs(weights) * config.beta * _exp(n) / e
     size = _solve(target, ratio) / (config.beta * m)
     return jnp.where(invertible, jnp.sign(weights) * size, jnp.nan)
+
+
+def _exp(x: Array | float) -> Array | float:
+    return math.exp(x) if isinstance(x, float | int) else jnp.exp(x)
 
 
 def _solve(target: Array, ratio: Array) -> Array:

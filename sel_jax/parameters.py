@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,6 +17,7 @@ from spectral.paths import map_named, match
 
 Start = Literal["mismatched", "exact", "anchored"]
 STARTS: tuple[Start, ...] = get_args(Start)
+_FIELDS = {"raw", "scales", "residual", "anchor"}
 Where = str | Sequence[str] | Mapping[str, MuonDimensionNumbers | None]
 
 WIDTH_FACTOR = 0.4
@@ -82,9 +82,9 @@ def reparametrize(
             return leaf
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{name} is {jnp.result_type(leaf)}: only floating weights can be reparametrised")
-        dimensions = _dimensions(leaf.shape, found[name])
-        width = leaf.shape[-1] if dimensions is None else fans(leaf.shape, dimensions)[0]
         try:
+            dimensions = _dimensions(leaf.shape, found[name])
+            width = math.prod(leaf.shape[-1:]) if dimensions is None else fans(leaf.shape, dimensions)[0]
             config = SymExpLin(beta(width) if callable(beta) else beta, rule, **values)
             raw = invert(leaf, config, rule="congruent" if start == "mismatched" else rule)
         except ValueError as error:
@@ -93,8 +93,8 @@ def reparametrize(
             raw=raw,
             scales={scale: _factors(leaf.shape, dimensions, config, scale) for scale in learn},
             residual=_residual(name, leaf.shape, dimensions, rank, keys[name]) if rank else None,
-            # A copy: an optimiser step may donate the raw weights' buffer.
-            anchor={"weight": leaf.astype(jnp.float32), "raw": jnp.array(raw)}
+            # Copies: an optimiser step may donate the buffers of the raw weights, and of all the tree.
+            anchor={"weight": jnp.array(leaf, jnp.float32), "raw": jnp.array(raw)}
             if start == "anchored"
             else None,
             config=config,
@@ -132,7 +132,8 @@ def unfold(weights: Any, like: Any) -> Any:
         try:
             return old.with_effective(weight)
         except ValueError as error:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # An NNX variable holds its array under `value`; its own name is the one that people know.
+            name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
             raise ValueError(f"{name}, of shape {weight.shape}: {error}") from error
 
     return jax.tree_util.tree_map_with_path(node, like, weights, is_leaf=_is_node)
@@ -142,22 +143,25 @@ def labels(params: Any) -> Any:
     """What every leaf is, for `optax.partition` and masks, in a tree of the same structure.
 
     Args:
-      params: a reparametrised tree, or updates or gradients of one.
+      params: a reparametrised tree, or updates or gradients of one; or a tree with nodes taken apart into
+        mappings with the names of their fields, as in an `nnx.State`.
 
     Returns:
       `raw`, `residual` or `anchor`; for a scale its name, `e`, `l`, `m` or `n`; for other leaves `other`.
     """
 
-    def of(node: SelWeight) -> SelWeight:
-        def fill(name: str) -> Any:
-            return jax.tree.map(lambda _: name, getattr(node, name))
+    def label(path: Any, _: Any) -> str:
+        field, scale = (jax.tree_util.keystr(path[i : i + 1], simple=True) for i in (0, 1))
+        return scale if field == "scales" else field
 
-        scales = {
-            scale: jax.tree.map(lambda _, s=scale: s, factors) for scale, factors in node.scales.items()
-        }
-        return replace(node, raw=fill("raw"), scales=scales, residual=fill("residual"), anchor=fill("anchor"))
+    def is_node(x: Any) -> bool:
+        return _is_node(x) or isinstance(x, Mapping) and "raw" in x and _FIELDS.issuperset(x)
 
-    return _map_nodes(of, params, other=lambda _: "other")
+    return jax.tree.map(
+        lambda x: jax.tree_util.tree_map_with_path(label, x) if is_node(x) else "other",
+        params,
+        is_leaf=is_node,
+    )
 
 
 def decay_mask(params: Any) -> Any:
@@ -169,8 +173,8 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, SelWeight)
 
 
-def _map_nodes(function: Callable[[SelWeight], Any], tree: Any, other: Callable = lambda x: x) -> Any:
-    return jax.tree.map(lambda x: function(x) if _is_node(x) else other(x), tree, is_leaf=_is_node)
+def _map_nodes(function: Callable[[SelWeight], Any], tree: Any) -> Any:
+    return jax.tree.map(lambda x: function(x) if _is_node(x) else x, tree, is_leaf=_is_node)
 
 
 def _patterns(where: Where) -> dict[str, MuonDimensionNumbers | str | None]:

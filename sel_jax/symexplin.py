@@ -75,8 +75,9 @@ class SymExpLin:
         Raises:
           ValueError: a scale's name is unknown.
         """
-        scales = dict(scales or {})
-        check_names(scales)
+        check_names(scales := scales or {})
+        # Cast here, outside of the custom derivative, so that each factor's has the factor's own type.
+        scales = {name: tuple(x.astype(jnp.float32) for x in scales[name]) for name in scales}
         return _effective(self, w.astype(jnp.float32), scales)
 
     def value(self, name: str, scales: Scales) -> Array | float:
@@ -133,40 +134,60 @@ def _forward(config: SymExpLin, w: Array, scales: dict[str, Factors]) -> tuple[A
 
 
 def _backward(config: SymExpLin, kept: tuple, cotangent: Array) -> tuple[Array, dict[str, Factors]]:
-    w, scales = kept
+    # Behind a barrier of its own, each pass recomputes the exponentials while it reads w and the cotangent;
+    # XLA would else compute them once for all passes and write them to memory. The barriers differ in what
+    # they wait for, or they would be merged.
+    operands, waited_for = (*kept, cotangent), ()
+    sums: dict[tuple[str, int], Array] = {}
+    for axes, factors in _by_axes(kept[0].shape, kept[1]).items():
+        (w, scales, cotangent), _ = jax.lax.optimization_barrier((operands, waited_for))
+        terms = _scale_terms(config, w, scales, cotangent)
+        waited_for = _sums(tuple(terms[name] * _others(scales[name], i) for name, i in factors), axes)
+        sums |= zip(factors, waited_for, strict=True)
+    (w, scales, cotangent), _ = jax.lax.optimization_barrier((operands, waited_for))
+    by_w = _slope_times(config, w, scales, cotangent)
+    by_scale = {name: tuple(sums[name, i] for i in range(len(scales[name]))) for name in scales}
+    return by_w, by_scale
+
+
+def _slope_times(config: SymExpLin, w: Array, scales: dict[str, Factors], cotangent: Array) -> Array:
     parts = _parts(config, w, scales)
-    e, m = config.value("e", scales), config.value("m", scales)
-    rise = e * parts.offset * parts.slope
     linear = config.value("l", scales) / config.beta
+    exponential = config.value("e", scales) * config.value("m", scales) * parts.offset * parts.slope
     # sign(0) = 0: at w = 0 the linear path's two slopes under the mismatch rule cancel, as in the mean.
-    slope = rise * m + (linear * parts.sign if config.rule == "mismatch" else linear)
-    signed = cotangent * parts.sign
-    exponential = signed * parts.offset * parts.growth / config.beta
-    terms = {
+    return cotangent * (exponential + (linear * parts.sign if config.rule == "mismatch" else linear))
+
+
+def _scale_terms(
+    config: SymExpLin, w: Array, scales: dict[str, Factors], cotangent: Array
+) -> dict[str, Array]:
+    """The derivative by each scale, weight by weight."""
+    parts, e = _parts(config, w, scales), config.value("e", scales)
+    signed = cotangent * parts.sign * parts.offset
+    exponential = signed * parts.growth / config.beta
+    return {
         "e": exponential,
         "l": cotangent * _linear(config, w, parts) / config.beta,
-        "m": signed * rise * parts.size,
+        "m": signed * e * parts.slope * parts.size,
         "n": -e * exponential,
     }
-    return cotangent * slope, _to_factors({name: terms[name] for name in scales}, scales)
 
 
-def _to_factors(terms: dict[str, Array], scales: dict[str, Factors]) -> dict[str, Factors]:
-    """The derivative by each factor: the scale's, times the other factors, summed to the factor's shape.
+def _by_axes(
+    shape: tuple[int, ...], scales: dict[str, Factors]
+) -> dict[tuple[int, ...], list[tuple[str, int]]]:
+    """Axes that are summed over -> factors, as (scale, number): one reduction gives all of them."""
+    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for name, factors in scales.items():
+        for i, factor in enumerate(factors):
+            axes = tuple(axis for axis, size in enumerate(shape) if factor.shape[axis] < size)
+            groups.setdefault(axes, []).append((name, i))
+    return groups
 
-    All sums over the same axes are one reduction, so that the weights and the cotangent are read once for
-    them and no term is written to memory.
-    """
-    summands: dict[tuple[int, ...], dict[tuple[str, int], Array]] = {}
-    for name, term in terms.items():
-        for i, factor in enumerate(scales[name]):
-            others = scales[name][:i] + scales[name][i + 1 :]
-            axes = tuple(axis for axis in range(term.ndim) if factor.shape[axis] < term.shape[axis])
-            summands.setdefault(axes, {})[name, i] = math.prod(others, start=term)
-    sums: dict[tuple[str, int], Array] = {}
-    for axes, group in summands.items():
-        sums |= zip(group, _sums(tuple(group.values()), axes), strict=True)
-    return {name: tuple(sums[name, i] for i in range(len(factors))) for name, factors in scales.items()}
+
+def _others(factors: Factors, i: int) -> Array | float:
+    """The product of a scale's factors but one."""
+    return math.prod(factors[:i] + factors[i + 1 :], start=1.0)
 
 
 def _sums(arrays: tuple[Array, ...], axes: tuple[int, ...]) -> tuple[Array, ...]:

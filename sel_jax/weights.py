@@ -23,7 +23,8 @@ class SelWeight:
     Attributes:
       raw: what the map is applied to, of the weight's shape, float32.
       scales: name -> factors of the learnable scales: for matrices one along the inputs and one along the
-        outputs (of length 1 on the other's axes), for vectors a single one of length 1.
+        outputs (of length 1 on the other's axes), for vectors a single one of length 1 (without axes for
+        a scalar).
       residual: matrices whose product is added: `b` (batch axes, fan_in, rank) and `a` (batch axes, rank,
         fan_out); None without.
       anchor: `weight` W0 and `raw` u0, which are not trained: the effective weight is W0 + f(u) - f0(u0),
@@ -102,7 +103,7 @@ def start_factors(config: SymExpLin, name: str, count: int) -> tuple[float, ...]
 def scale_shapes(shape: tuple[int, ...], dimensions: MuonDimensionNumbers | None) -> list[tuple[int, ...]]:
     """Shapes of a scale's factors: along the inputs and along the outputs, or a vector's only one."""
     if dimensions is None:
-        return [(*shape[:-1], 1)]
+        return [(*shape[:-1], 1)[: len(shape)]]
     _, inputs, outputs = axes(shape, dimensions)
     return [
         tuple(1 if axis in others else size for axis, size in enumerate(shape))

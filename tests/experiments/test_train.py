@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import train as training
 from experiments.checkpoints import Checkpoints, on_default_device
@@ -39,26 +38,6 @@ SGD = optax.sgd(0.5)
 def make_corpus(seed=0):
     tokens = np.random.default_rng(seed).integers(97, 123, 4000).astype(np.uint8)
     return Corpus(tokens[:3000], tokens[3000:], f"fingerprint-{seed}", f"random letters {seed}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Many runs here have the same functions; JAX's cache on disk compiles each of them once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    configure_cache(settings)
-    yield
-    configure_cache(before)
-
-
-def configure_cache(settings):
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

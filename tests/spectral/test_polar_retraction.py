@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from spectral import polar_retraction
 
+# Compiled as it is outside the tests: without LLVM's optimisations, rounding alone may reach the bound below.
+optimized = jax.jit(polar_retraction, compiler_options={"xla_backend_optimization_level": 3})
+
 
 def polar(x: np.ndarray) -> np.ndarray:
     u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
@@ -60,7 +63,7 @@ def test_tangent_steps_of_large_matrices(shape, eta):
 @given(seed=st.integers(0, 2**31), exponent=st.floats(-6, 6), columns=st.integers(1, 9))
 def test_scaled_and_skewed_columns(seed, exponent, columns):
     x = departed(seed, (9, columns), 0.2) * np.float32(10.0**exponent)
-    found = polar_retraction(x)
+    found = optimized(x)
     np.testing.assert_allclose(found, polar(x), atol=1e-5)
     assert violation(found) < 3e-7
 
