@@ -13,6 +13,7 @@ import pytest
 from experiments import __main__ as command_line
 from experiments.__main__ import main
 from experiments.config import Run, preset
+from experiments.sel_plan import SEL_PRESETS
 from experiments.studies.frontier import ASSIGNMENTS
 from experiments.studies.manifolds import OPTIMIZERS
 
@@ -41,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     overview = shown(capsys, "--help", code=0)
-    assert all(command in overview for command in ("manifolds", "train", "report"))
+    assert all(command in overview for command in ("manifolds", "sel", "train", "report"))
     options = shown(capsys, "manifolds", "--help", code=0)
     assert "demo,tiny,narrow,gpt2-small}" in options and "--frontier" in options
     assert "gram,dual_ascent}" in options
@@ -74,6 +75,10 @@ def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     started: list[tuple] = []
     monkeypatch.setattr(command_line, "run_study", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(command_line, "run_frontier", lambda *arguments: started.append(arguments))
+    for name in ("run_sel", "run_calibration"):
+        monkeypatch.setattr(
+            command_line, name, lambda *arguments, name=name: started.append((name, *arguments))
+        )
     return started
 
 
@@ -114,6 +119,24 @@ def test_which_study_a_command_starts(
 ) -> None:
     main(["manifolds", *map(str, arguments)])
     assert studies == [(config, Path(folder), *rest)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "preset_name", "changes", "folder"),
+    [
+        ((), "run_sel", "tiny", {}, "runs/sel-tiny"),
+        (("--preset", "paper", "--dir", "mine"), "run_sel", "paper", {}, "mine"),
+        (("--calibrate",), "run_calibration", "tiny", {}, "runs/sel-calibration-tiny"),
+        (("--steps", 50), "run_sel", "tiny", {"steps": 50}, "runs/sel-tiny"),
+    ],
+    ids=["tiny", "paper", "calibration", "short"],
+)
+def test_which_study_of_sel_a_command_starts(
+    studies: list[tuple], arguments: tuple, name: str, preset_name: str, changes: dict, folder: str
+) -> None:
+    main(["sel", *map(str, arguments)])
+    study = SEL_PRESETS[preset_name]
+    assert studies == [(name, replace(study, base=replace(study.base, **changes)), Path(folder))]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.config import PRESETS, Data, Model, Optimizer, Run, differences, preset, to_dict
+from experiments.config import PRESETS, Data, Model, Optimizer, Run, Sel, differences, preset, to_dict
 from experiments.errors import InputError
 
 
@@ -89,6 +89,17 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Run(divergence_margin=0.0), "divergence_margin must be positive"),
         (lambda: Run(steps=20), "warmup_steps 20 must be less than steps 20"),
         (lambda: Run(log_every=0), "log_every must be at least 1"),
+        (lambda: Sel(width_factor=0.0), "sel.width_factor must be positive and finite, got 0.0"),
+        (lambda: Sel(m_last=-1.0), "sel.m_last must be finite and not negative"),
+        (lambda: Run(sel=Sel(on=True)), "'hetero' holds matrices on a manifold.*choose adamw or none"),
+        (
+            lambda: Run(
+                optimizer=Optimizer("adamw"),
+                model=Model(width=16),
+                sel=Sel(on=True, start="congruent", width_factor=0.25),
+            ),
+            "curvature above 1.*0.25 gives 1 at width 16",
+        ),
         (lambda: preset("huge"), "unknown preset 'huge': choose one of demo, tiny, narrow, gpt2-small"),
     ],
 )

@@ -269,3 +269,35 @@ def test_a_cross_in_view_stands_at_its_value() -> None:
 def test_a_panel_over_rates_without_runs_says_so() -> None:
     figure = panels.rate_panel({}, {}, "title", "nats", rates=np.array([]), unstable={})
     assert named(figure) == {"no run has ended yet"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_panel_over_words_marks_means_and_repeats(joined: bool) -> None:
+    points = {
+        "none": np.array([[1.0, 3.0], [4.0, np.nan], [np.nan, np.nan]]),
+        "dgram": np.full((3, 0), np.nan),
+    }
+    figure = panels.category_panel(
+        points,
+        panels.styles(points),
+        ["a", "b", "c"],
+        "title",
+        "x",
+        "nats",
+        joined=joined,
+        level=("as many", 2.5),
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
+    large = next(line for line in axes.lines if line.get_marker() == "s")
+    np.testing.assert_array_equal(large.get_ydata(), [2.0, 4.0, np.nan])
+    dots = [line.get_ydata() for line in axes.lines if line.get_marker() == "."]
+    np.testing.assert_array_equal(np.column_stack(dots), points["none"])
+    assert named(figure) == {"as many"} | ({"unconstrained Muon"} if joined else set())
+    panels.png(figure)
+
+
+def test_a_panel_over_words_without_points_says_so() -> None:
+    figure = panels.category_panel({}, {}, [], "title", "x", "nats")
+    assert named(figure) == {"nothing recorded yet"}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.config import Model, Optimizer, Run
+from experiments.config import Model, Optimizer, Run, Sel
 from experiments.errors import InputError
 from experiments.model import init_params
 from experiments.optimizers import (
@@ -21,6 +21,8 @@ from experiments.optimizers import (
     solver_diagnostics,
 )
 from manifold_muon import DGram, Stiefel, Unconstrained
+from sel_jax import WIDTH_FACTOR
+from spectral.paths import named_leaves
 
 RUN = Run(
     model=Model(vocab_size=11, context=8, layers=2, heads=2, width=8, bias=True, tied=False),
@@ -155,3 +157,81 @@ def test_rates_of_the_first_step() -> None:
     # Directions have spectral norm 1 to the solver's 2e-3.
     np.testing.assert_allclose(norms, 0.02 / 5, rtol=2e-3)
     np.testing.assert_allclose(jnp.abs(updates["wte"]["embedding"]), 6e-4 / 5, rtol=1e-2)
+
+
+def under_sel(name: str = "adamw", **settings) -> Run:
+    return replace(RUN.with_optimizer(name), sel=Sel(on=True, **settings))
+
+
+def sel_params(run: Run):
+    return jax.jit(lambda: prepare_params(init_params(RUN.model, jax.random.key(0)), run))()
+
+
+def sel_updates(run: Run):
+    return jax.jit(lambda: first_update(run)[1])()
+
+
+def test_sel_is_for_the_blocks_matrices() -> None:
+    params = sel_params(under_sel())
+    raw = [name for name, _ in named_leaves(params) if name.endswith("/raw")]
+    assert raw == [f"h/{matrix}/kernel/raw" for matrix in MATRICES]
+    for name, fan_in in {"c_fc": 8, "c_proj": 32}.items():
+        assert params["h"]["mlp"][name]["kernel"].config.beta == pytest.approx(WIDTH_FACTOR * fan_in**0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "learnt", "exact"),
+    [
+        ({}, "elmn", False),
+        ({"start": "congruent", "width_factor": 1.0}, "elmn", True),
+        ({"linear": False}, "emn", True),  # the rules differ in the linear path alone
+        ({"learnable": False}, "", False),
+    ],
+    ids=["whole", "congruent", "no linear path", "fixed scales"],
+)
+def test_ablations_of_sel(settings: dict, learnt: str, exact: bool) -> None:
+    drawn = init_params(RUN.model, jax.random.key(0))
+    params = sel_params(under_sel(**settings))
+    kernel, before = params["h"]["mlp"]["c_fc"]["kernel"], drawn["h"]["mlp"]["c_fc"]["kernel"]
+    assert sorted(kernel.scales) == list(learnt)
+    assert kernel.config.l == (0.0 if "linear" in settings else 1.0)
+    after = kernel.effective()
+    np.testing.assert_allclose(after[before > 0], before[before > 0], rtol=1e-4)
+    if exact:
+        np.testing.assert_allclose(after, before, rtol=1e-4)
+    else:  # negative weights start smaller than drawn
+        assert np.all(after[before < 0] > 0.99 * before[before < 0])
+
+
+def test_decay_is_not_for_scales() -> None:
+    run = under_sel()
+    off = replace(run, optimizer=replace(run.optimizer, weight_decay=0.0))
+    decayed, plain = sel_updates(run), dict(named_leaves(sel_updates(off)))
+    # Decay adds 1e-6 to a typical entry, rounding 1e-11.
+    changed = {name for name, leaf in named_leaves(decayed) if jnp.abs(leaf - plain[name]).max() > 1e-8}
+    assert changed == {
+        "wte/embedding",
+        "wpe/embedding",
+        "lm_head/kernel",
+        *(f"h/{matrix}/kernel/raw" for matrix in MATRICES),
+    }
+
+
+def test_rates_of_scales() -> None:
+    """Adam's first step has the size of the rate, a fifth of the peak, times the scale's multiplier."""
+    updates = sel_updates(under_sel(e_first=3.0, m_first=0.5))
+    for scale, multiplier in {"e": 3.0, "l": 1.0, "m": 0.5, "n": 1.0}.items():
+        for factor in updates["h"]["mlp"]["c_fc"]["kernel"].scales[scale]:
+            np.testing.assert_allclose(jnp.abs(factor), multiplier * 6e-4 / 5, rtol=1e-2, err_msg=scale)
+    fixed = sel_updates(under_sel(annealed=False, e_first=3.0))
+    for factor in jax.tree.leaves(fixed["h"]["mlp"]["c_fc"]["kernel"].scales):
+        np.testing.assert_allclose(jnp.abs(factor), 6e-4 / 5, rtol=1e-2)
+
+
+def test_muon_takes_the_raw_weights() -> None:
+    run = under_sel("none")
+    updates = sel_updates(replace(run, optimizer=replace(run.optimizer, weight_decay=0.0)))
+    norms = jnp.linalg.norm(updates["h"]["mlp"]["c_fc"]["kernel"].raw, ord=2, axis=(-2, -1))
+    np.testing.assert_allclose(norms, 0.02 / 5, rtol=2e-3)
+    state = jax.eval_shape(make_optimizer(run).init, sel_params(run))
+    assert set(solver_diagnostics(state)) == set(MATRICES)

@@ -4,15 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import Model, Optimizer, Run
+from experiments.config import Model, Optimizer, Run, Sel
 from experiments.model import init_params
+from experiments.optimizers import prepare_params
 from experiments.probes import (
     MATRICES,
     attention_statistics,
     make_probe,
+    make_size_probe,
     matrix_statistics,
     softmax_jacobian_norm,
 )
+from sel_jax import effective
 
 
 @pytest.fixture
@@ -89,6 +92,9 @@ def test_matrix_statistics(rng, shape):
         np.testing.assert_allclose(found["sigma_max"][layer], sigma[-1], rtol=1e-5)
         np.testing.assert_allclose(found["sigma_min"][layer], sigma[0], rtol=1e-4)
         np.testing.assert_allclose(found["gram_off_diagonal"][layer], np.sqrt(total) / n, rtol=1e-5)
+        centred = kernel - kernel.mean()
+        kurtosis = np.mean(centred**4) / np.mean(centred**2) ** 2
+        np.testing.assert_allclose(found["kurtosis"][layer], kurtosis, rtol=1e-5)
 
 
 def test_a_square_matrix_is_judged_by_the_columns_of_the_papers_w(rng):
@@ -133,3 +139,26 @@ def test_make_probe_sees_the_models_own_queries_and_keys(rng):
         expected = np.linalg.svd(wide["h"][module][matrix]["kernel"], compute_uv=False)
         np.testing.assert_allclose(statistics["sigma_max"], expected[:, 0], rtol=1e-5, err_msg=name)
         np.testing.assert_array_equal(statistics["violation"], [0, 0], err_msg=name)
+
+
+def test_sizes_are_of_the_effective_weights() -> None:
+    config = Run(
+        model=Model(context=8, layers=2, heads=2, width=16),
+        optimizer=Optimizer(name="adamw", warmup_steps=2),
+        sel=Sel(on=True),
+        steps=4,
+    )
+    params = prepare_params(init_params(config.model, jax.random.key(0)), config)
+    weights = effective(params)["h"]
+    found = jax.device_get(make_size_probe(config)(params))
+    assert set(found) == set(MATRICES)
+    for name, sizes in found.items():
+        module, matrix = name.split("/")
+        drawn_with = 0.02 / 2 if matrix == "c_proj" else 0.02
+        for layer, kernel in enumerate(np.asarray(weights[module][matrix]["kernel"], np.float64)):
+            for quantile in (0.5, 0.9, 0.99, 0.999, 1):
+                expected = np.quantile(np.abs(kernel), quantile) / drawn_with
+                np.testing.assert_allclose(sizes[f"size_{quantile:g}"][layer], expected, rtol=1e-4)
+    tokens = np.zeros((2, 8), np.int32)
+    curved, plain = (make_probe(config)(tree, tokens) for tree in (params, effective(params)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), curved, plain)

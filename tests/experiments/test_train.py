@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from experiments import train as training
-from experiments.config import Data, Model, Optimizer, Run, to_dict
+from experiments.checkpoints import Checkpoints, on_default_device
+from experiments.config import Data, Model, Optimizer, Run, Sel, to_dict
 from experiments.corpus import Corpus, validation_batches
 from experiments.metrics import read_metrics
 from experiments.model import GPT2
@@ -301,3 +302,32 @@ def test_a_progress_bar_in_a_log_file_is_a_few_lines(tmp_path, capsys):
     assert "10/10" in shown
     assert "tokens/s" in shown
     assert len(shown.splitlines()) <= 4
+
+
+def test_a_run_under_sel_that_was_interrupted_ends_like_one_that_was_not(tmp_path, monkeypatch):
+    config, train_batches = replace(CONFIG, sel=Sel(on=True)), training.train_batches
+
+    def interrupted(*arguments, **settings):
+        for step, tokens in enumerate(train_batches(*arguments, **settings), 1):
+            if step == 7:
+                raise KeyboardInterrupt
+            yield tokens
+
+    def last(folder):
+        lines = [line for line in read_metrics(folder) if line["kind"] != "speed"]
+        state = jax.eval_shape(functools.partial(init_state, config, training.make_optimizer(config)))
+        with Checkpoints(folder / "checkpoints") as checkpoints:
+            return lines, jax.device_get(checkpoints.restore(on_default_device(state)))
+
+    train(config, tmp_path / "whole", corpus=make_corpus(), progress=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "train_batches", interrupted)
+        train(config, tmp_path / "stopped", corpus=make_corpus(), progress=False)
+    train(config, tmp_path / "stopped", corpus=make_corpus(), progress=False)
+    (lines, state), (expected_lines, expected) = last(tmp_path / "stopped"), last(tmp_path / "whole")
+    assert lines == expected_lines
+    chex.assert_trees_all_equal(state, expected)
+    kernel = state.params["h"]["mlp"]["c_fc"]["kernel"]
+    assert {name: np.ptp(factors[0]) > 0 for name, factors in kernel.scales.items()} == dict.fromkeys(
+        "elmn", True
+    )
