@@ -4,7 +4,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import jax
 import optax
 from jaxtyping import Array
 
@@ -15,9 +14,9 @@ from manifold_muon import (
     DualAscent,
     GramSolver,
     Manifold,
-    ManifoldMuonState,
     Solver,
     manifold_muon,
+    muon_states,
     named_assignment,
     project_params,
 )
@@ -137,11 +136,10 @@ def solver_diagnostics(opt_state: Any) -> dict[str, dict[str, Array]]:
     Those are `iterations` and `gap` (see `manifold_muon.Diagnostics`); AdamW has none.
     """
     found: dict[str, dict[str, Array]] = {}
-    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ManifoldMuonState)):
-        if isinstance(state, ManifoldMuonState):
-            for quantity, tree in state.diagnostics._asdict().items():
-                for name, value in named_leaves(tree):
-                    found.setdefault(_matrix(name), {})[quantity] = value
+    for state in muon_states(opt_state):
+        for quantity, tree in state.diagnostics._asdict().items():
+            for name, value in named_leaves(tree):
+                found.setdefault(_matrix(name), {})[quantity] = value
     return found
 
 

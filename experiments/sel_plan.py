@@ -77,7 +77,7 @@ class SelStudy:
     """Width and depth at which the ablations are made."""
     factors: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
     """Of the width, that a calibration compares."""
-    calibration_rates: tuple[float, ...] = (4e-3, 8e-3)
+    calibration_rates: tuple[float, ...] = (2e-3, 4e-3)
     """At which it compares them."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,13 @@ from manifold_muon.optimizer import manifold_muon
 from manifold_muon.projection import constraint_violations, project_params
 from manifold_muon.solvers import Solution, Solver
 from manifold_muon.stacking import from_tall, to_tall
-from manifold_muon.transforms import Diagnostics, ManifoldMuonState, retract, scale_by_manifold_muon
+from manifold_muon.transforms import (
+    Diagnostics,
+    ManifoldMuonState,
+    muon_states,
+    retract,
+    scale_by_manifold_muon,
+)
 
 __all__ = [
     "ASSIGNMENTS",
@@ -37,6 +43,7 @@ __all__ = [
     "constraint_violations",
     "from_tall",
     "manifold_muon",
+    "muon_states",
     "named_assignment",
     "project_params",
     "retract",

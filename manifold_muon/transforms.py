@@ -42,6 +42,12 @@ class ManifoldMuonState(NamedTuple):
     diagnostics: Diagnostics
 
 
+def muon_states(opt_state: Any) -> list[ManifoldMuonState]:
+    """Every `ManifoldMuonState` in an optimiser's state, wherever chains and partitions put it."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ManifoldMuonState))
+    return [node for node in nodes if isinstance(node, ManifoldMuonState)]
+
+
 def scale_by_manifold_muon(
     assignment: Assignment,
     dimension_numbers: DimensionNumbers = KERNEL,

@@ -11,10 +11,10 @@ from jax import Array
 
 from manifold_muon import (
     Assignment,
-    ManifoldMuonState,
     Solver,
     assign,
     manifold_muon,
+    muon_states,
     named_assignment,
     project_params,
     scale_by_manifold_muon,
@@ -119,7 +119,7 @@ def ours(name: str, assignment: str, solver: str | Solver = "gram") -> Contender
     )
 
     def directions(gradient: Any, state: Any, params: Any) -> Directions:
-        (muon,) = _states(state, ManifoldMuonState)
+        (muon,) = muon_states(state)
         assigned = assign(params, manifolds)
         masked = _only(assigned, gradient)
         scale = scale_by_manifold_muon(manifolds, momentum=MOMENTUM, solver=solver)
@@ -134,15 +134,9 @@ def iterations(state: Any) -> dict[str, np.ndarray]:
     """Path -> iterations that the solver took in the last step, one a matrix; empty for others' states."""
     return {
         name: np.asarray(leaf)
-        for muon in _states(state, ManifoldMuonState)
+        for muon in muon_states(state)
         for name, leaf in named_leaves(muon.diagnostics.iterations)
     }
-
-
-def _states(state: Any, kind: type) -> list[Any]:
-    """The states of this kind in an optimiser's."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _only(names: Any, tree: Any) -> Any:

@@ -8,10 +8,10 @@ import pytest
 
 from manifold_muon import (
     DualAscent,
-    ManifoldMuonState,
     Stiefel,
     constraint_violations,
     manifold_muon,
+    muon_states,
     named_assignment,
     project_params,
     retract,
@@ -206,11 +206,7 @@ def test_retract_after_adam():
 
 def test_momentum_dtype(alone):
     found, state = train(optimizer(mu_dtype=jnp.bfloat16))
-    momenta = [
-        s.mu
-        for s in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ManifoldMuonState))
-        if isinstance(s, ManifoldMuonState)
-    ]
+    momenta = [muon.mu for muon in muon_states(state)]
     assert len(momenta) == 1
     assert {leaf.dtype for leaf in jax.tree.leaves(momenta)} == {jnp.dtype(jnp.bfloat16)}
     assert_close(found, alone, atol=5e-3)

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Container
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +12,7 @@ from experiments.config import Run
 from experiments.corpus import Corpus, load, train_batches
 from experiments.optimizers import manifolds
 from experiments.train import TrainState, make_program
-from manifold_muon import Assigned, Manifold, ManifoldMuonState, assign, to_tall
+from manifold_muon import Assigned, Manifold, assign, muon_states, to_tall
 from spectral.paths import named_leaves
 
 ByName = dict[str, np.ndarray]
@@ -70,7 +69,7 @@ def capture(config: Run, corpus: Corpus, steps: Container[int]) -> Captured:
         # Copied now, as the update takes over the state's buffers.
         before = _solvers_input(state) if step in steps else None
         state, _ = program.train_step(state, tokens)
-        muon = _muon_state(state.opt_state)
+        (muon,) = muon_states(state.opt_state)
         for name, found in _by_name(muon.diagnostics.iterations).items():
             iterations[name].append(found)
         if before is not None:
@@ -105,13 +104,8 @@ def _tall(x: np.ndarray) -> np.ndarray:
 
 def _solvers_input(state: TrainState) -> tuple[ByName, ByName, ByName]:
     """Weights, momenta and duals."""
-    muon = _muon_state(state.opt_state)
+    (muon,) = muon_states(state.opt_state)
     return _by_name(state.params), _by_name(muon.mu), _by_name(muon.dual)
-
-
-def _muon_state(opt_state: Any) -> ManifoldMuonState:
-    found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ManifoldMuonState))
-    return next(node for node in found if isinstance(node, ManifoldMuonState))
 
 
 def _by_name(tree: Any) -> ByName:
