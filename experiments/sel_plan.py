@@ -209,7 +209,7 @@ def sweep(rates: tuple[float, ...], extensions: int, trial: Callable[[float], fl
 
 
 SEL_PRESETS: dict[str, SelStudy] = {
-    # About 80 runs in an hour on two cores. 2e-3 to 8e-3 is where AdamW is best at width 128, far above the
+    # About 70 runs in an hour on two cores. 2e-3 to 8e-3 is where AdamW is best at width 128, far above the
     # rates of long runs, and evaluations come often because steps to a loss are read off their curve.
     "tiny": SelStudy(
         base=Run(
@@ -223,6 +223,7 @@ SEL_PRESETS: dict[str, SelStudy] = {
         depths=(2, 4),
         head_size=32,
         rates=(2e-3, 4e-3, 8e-3),
+        seeds=2,
     ),
     # The paper's nine models whole: OpenWebText, widths 1024 to 3072, depths 12 to 36. The source gives no
     # batch, length or rates. These are the usual ones for GPT-2: half a million tokens an update for 10

@@ -134,43 +134,44 @@ def _forward(config: SymExpLin, w: Array, scales: dict[str, Factors]) -> tuple[A
 
 
 def _backward(config: SymExpLin, kept: tuple, cotangent: Array) -> tuple[Array, dict[str, Factors]]:
-    # Behind a barrier of its own, each pass recomputes the exponentials while it reads w and the cotangent;
-    # XLA would else compute them once for all passes and write them to memory. The barriers differ in what
-    # they wait for, or they would be merged.
-    operands, waited_for = (*kept, cotangent), ()
-    sums: dict[tuple[str, int], Array] = {}
-    for axes, factors in _by_axes(kept[0].shape, kept[1]).items():
-        (w, scales, cotangent), _ = jax.lax.optimization_barrier((operands, waited_for))
-        terms = _scale_terms(config, w, scales, cotangent)
-        waited_for = _sums(tuple(terms[name] * _others(scales[name], i) for name, i in factors), axes)
-        sums |= zip(factors, waited_for, strict=True)
-    (w, scales, cotangent), _ = jax.lax.optimization_barrier((operands, waited_for))
-    by_w = _slope_times(config, w, scales, cotangent)
-    by_scale = {name: tuple(sums[name, i] for i in range(len(scales[name]))) for name in scales}
-    return by_w, by_scale
-
-
-def _slope_times(config: SymExpLin, w: Array, scales: dict[str, Factors], cotangent: Array) -> Array:
+    # Behind barriers the exponentials are computed anew: XLA would else keep the forward pass's until here.
+    (w, scales), cotangent = jax.lax.optimization_barrier((kept, cotangent))
     parts = _parts(config, w, scales)
-    linear = config.value("l", scales) / config.beta
-    exponential = config.value("e", scales) * config.value("m", scales) * parts.offset * parts.slope
+    e, l, m = (config.value(name, scales) for name in ("e", "l", "m"))  # noqa: E741
     # sign(0) = 0: at w = 0 the linear path's two slopes under the mismatch rule cancel, as in the mean.
-    return cotangent * (exponential + (linear * parts.sign if config.rule == "mismatch" else linear))
+    linear = l / config.beta * (parts.sign if config.rule == "mismatch" else 1)
+    by_w = cotangent * (e * m * parts.offset * parts.slope + linear)
+    if not scales:
+        return by_w, {}
+    (w, scales, cotangent), by_w = jax.lax.optimization_barrier(((w, scales, cotangent), by_w))
+    return by_w, _by_factors(config, w, scales, cotangent)
 
 
-def _scale_terms(
+def _by_factors(
     config: SymExpLin, w: Array, scales: dict[str, Factors], cotangent: Array
-) -> dict[str, Array]:
-    """The derivative by each scale, weight by weight."""
-    parts, e = _parts(config, w, scales), config.value("e", scales)
+) -> dict[str, Factors]:
+    """The derivative by each factor of a scale, summed to the factor's shape.
+
+    All sums over the same axes are one reduction, which reads its operands once.
+    """
+    # No barrier is left when XLA orders the computations: this zero makes the exponentials wait for the
+    # cotangent, or they would be in memory during the model's whole backward pass.
+    zero = 0 * cotangent[(slice(0, 1),) * w.ndim]
+    waiting = {name: (factors[0] + zero, *factors[1:]) for name, factors in scales.items() if name in "mn"}
+    parts, e = _parts(config, w, waiting), config.value("e", scales)
     signed = cotangent * parts.sign * parts.offset
     exponential = signed * parts.growth / config.beta
-    return {
+    terms = {
         "e": exponential,
         "l": cotangent * _linear(config, w, parts) / config.beta,
         "m": signed * e * parts.slope * parts.size,
         "n": -e * exponential,
     }
+    sums: dict[tuple[str, int], Array] = {}
+    for axes, factors in _by_axes(w.shape, scales).items():
+        summands = tuple(terms[name] * _others(scales[name], i) for name, i in factors)
+        sums |= zip(factors, _sums(summands, axes), strict=True)
+    return {name: tuple(sums[name, i] for i in range(len(factors))) for name, factors in scales.items()}
 
 
 def _by_axes(

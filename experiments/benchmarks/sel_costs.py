@@ -1,9 +1,8 @@
 """What SEL adds to GPT-2's training step at width 768: by the compiled programs' analysis, and by the clock.
 
 `make bench-sel` runs it. Operations, bytes and memory are of GPT-2 small's twelve layers at 2 x 1024 tokens.
-XLA's analysis counts a loop's body once, so programs of one and of two unrolled layers are compiled:
-a step of twelve costs the first plus eleven times their difference, and SEL adds to it twelve times what it
-adds to one layer.
+XLA's analysis counts a loop's body once. SEL's map stands outside the loop over layers, so what it adds is
+the difference of two programs with the loop; what a step costs comes from one and two layers written out.
 """
 
 from dataclasses import replace
@@ -60,11 +59,10 @@ def with_sel(config: Run) -> Run:
     return replace(config, sel=Sel(on=True))
 
 
-def costs(config: Run, layers: int) -> Costs:
-    """Costs of a training step of the model with so many layers, unrolled."""
-    config = replace(config, model=replace(config.model, layers=layers))
+def costs(config: Run, unroll: bool = False) -> Costs:
+    """Costs of a training step, with the loop over layers, whose body counts once, or without."""
     optimizer = make_optimizer(config)
-    loss_and_gradient = jax.value_and_grad(partial(mean_loss, GPT2(config.model, unroll=True)))
+    loss_and_gradient = jax.value_and_grad(partial(mean_loss, GPT2(config.model, unroll=unroll)))
 
     def step(state: TrainState, tokens: Array) -> tuple[TrainState, Array]:
         loss, gradient = loss_and_gradient(state.params, tokens)
@@ -81,15 +79,17 @@ def costs(config: Run, layers: int) -> Costs:
 
 def added(config: Run) -> Added:
     """What SEL adds to a step of the configuration's model."""
-    one, two, curved = costs(config, 1), costs(config, 2), costs(with_sel(config), 1)
-    layers = config.model.layers
+    one, two = (
+        costs(replace(config, model=replace(config.model, layers=layers)), unroll=True) for layers in (1, 2)
+    )
+    plain, curved = costs(config), costs(with_sel(config))
 
     def share(name: str) -> float:
-        first, second, sel = (getattr(found, name) for found in (one, two, curved))
-        return layers * (sel - first) / (first + (layers - 1) * (second - first))
+        first, second, without, with_it = (getattr(found, name) for found in (one, two, plain, curved))
+        return (with_it - without) / (first + (config.model.layers - 1) * (second - first))
 
-    weights = reparametrized_bytes(with_sel(replace(config, model=replace(config.model, layers=1))))
-    return Added(share("flops"), share("bytes"), (curved.temporaries - one.temporaries) / weights)
+    copies = (curved.temporaries - plain.temporaries) / reparametrized_bytes(with_sel(config))
+    return Added(share("flops"), share("bytes"), copies)
 
 
 def reparametrized_bytes(config: Run) -> int:

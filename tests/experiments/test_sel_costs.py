@@ -21,8 +21,10 @@ def test_what_sel_adds_to_a_step() -> None:
     found = added(SMALL)
     # 2048 tokens use a weight 12288 times a step, and the map takes about a hundred operations.
     assert 0 < found.flops < 0.02
-    # Nine times the weights: read and written once forward, read thrice with the cotangent and written once.
+    # Sixteen times the weights: 2 for the map, 3 for their derivative, 3 for both exponentials, and 4 for the
+    # sums along the rows, as for those along the columns.
     assert 0 < found.bytes < 0.10
+    # The effective weights.
     assert found.temporaries <= 1.05
 
 
