@@ -20,7 +20,7 @@ STARTS: tuple[Start, ...] = get_args(Start)
 _FIELDS = {"raw", "scales", "residual", "anchor"}
 Where = str | Sequence[str] | Mapping[str, MuonDimensionNumbers | None]
 
-WIDTH_FACTOR = 0.4
+WIDTH_FACTOR = 0.2
 """Default c of `beta = c sqrt(width)`, found by `python -m experiments sel --calibrate` (see the README)."""
 
 
