@@ -213,11 +213,12 @@ SEL_PRESETS: dict[str, SelStudy] = {
     # rates of long runs, and evaluations come often because steps to a loss are read off their curve.
     "tiny": SelStudy(
         base=Run(
-            data=Data(eval_batches=5),
+            model=Model(context=64),
+            data=Data(eval_batches=10),
             optimizer=Optimizer(name=ADAMW, learning_rate=4e-3),
-            steps=300,
-            eval_every=15,
-            checkpoint_every=300,
+            steps=240,
+            eval_every=12,
+            checkpoint_every=240,
         ),
         widths=(64, 128, 192),
         depths=(2, 4),
