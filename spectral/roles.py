@@ -90,6 +90,7 @@ def decide(
         declared; every such one is named, with what to write.
       TypeError: roles are no `Role`s, or dimension numbers no `MuonDimensionNumbers`.
     """
+    _require_types(roles, dimension_numbers)
     if roles is not None:
         match(params, roles, "pattern of roles")
     if isinstance(dimension_numbers, Mapping):
@@ -176,7 +177,7 @@ def _axes_by_name(path: str, shape: tuple[int, ...], role: Role, stack: int) -> 
     elif stack:
         advice += ", or leave it out of `stacked`"
     raise ValueError(
-        f"cannot tell which axes of {path} with shape {shape}, a {role.value}, are inputs and outputs: "
+        f"cannot tell which axes of {path} with shape {shape} and role {role.value} are inputs and outputs: "
         f"{advice}"
     )
 
@@ -190,7 +191,7 @@ def _decision(
     try:
         _, inputs, outputs = axes(shape, dimension_numbers)
     except ValueError as error:
-        raise ValueError(f"{path}, a {role.value}: {error}") from error
+        raise ValueError(f"{path} with role {role.value}: {error}") from error
     fan_in = 1 if role is Role.EMBEDDING else math.prod(shape[i] for i in inputs)
     return Decision(path, shape, role, fan_in, math.prod(shape[i] for i in outputs), dimension_numbers)
 
@@ -206,7 +207,7 @@ def _vector_axes(
         )
     outputs = (outputs,) if isinstance(outputs, int) else tuple(outputs)
     if any(not -len(shape) <= axis < len(shape) for axis in outputs):
-        raise ValueError(f"{path}, a {role.value}: {dimension_numbers} does not fit shape {shape}")
+        raise ValueError(f"{path} with role {role.value}: {dimension_numbers} does not fit shape {shape}")
     return tuple(axis % len(shape) for axis in outputs)
 
 

@@ -86,4 +86,5 @@ class NnxModel(nnx.Module):
 
 
 def nnx_state(width: int) -> nnx.State:
-    return nnx.state(NnxModel(width, nnx.Rngs(0)), nnx.Param)
+    abstract = jax.eval_shape(lambda: nnx.state(NnxModel(width, nnx.Rngs(0)), nnx.Param))
+    return jax.tree.map(lambda x: jnp.ones(x.shape), abstract)
