@@ -16,9 +16,15 @@ class Role(Enum):
     """What a parameter does in the forward pass."""
 
     MATRIX = "matrix"
+    READOUT = "readout"
+    """A matrix whose outputs, the logits, do not grow with the width. It has a matrix's rules: fan_out, being
+    fixed, only leaves fan_in in every ratio to a base model."""
     EMBEDDING = "embedding"
     BIAS = "bias"
     GAIN = "gain"
+
+
+_MATRICES = (Role.MATRIX, Role.READOUT)
 
 
 def target_norm(fan_in: int, fan_out: int) -> float:
@@ -33,9 +39,10 @@ def gaussian_sigma(role: Role, fan_in: int, fan_out: int, simplified: bool = Fal
     Args:
       role: of the parameter.
       fan_in, fan_out: of one matrix (fan_in is ignored for embeddings and biases).
-      simplified: for matrices, Parametrization 1's `min(1, sqrt(fan_out/fan_in)) / sqrt(fan_in)`, up to
-        twice the default `sqrt(fan_out/fan_in) / (sqrt(fan_in) + sqrt(fan_out))`, which bounds the
-        expected spectral norm by the target and comes within 3 % of it from 64 x 64 on.
+      simplified: for matrices and readouts, Parametrization 1's
+        `min(1, sqrt(fan_out/fan_in)) / sqrt(fan_in)`, up to twice the default
+        `sqrt(fan_out/fan_in) / (sqrt(fan_in) + sqrt(fan_out))`, which bounds the expected spectral norm by
+        the target and comes within 3 % of it from 64 x 64 on.
 
     Returns:
       sigma; 0 for a bias, and for a gain, which starts at 1 exactly.
@@ -46,7 +53,7 @@ def gaussian_sigma(role: Role, fan_in: int, fan_out: int, simplified: bool = Fal
     _require_fans(fan_in, fan_out)
     if role is Role.EMBEDDING:
         return 1.0
-    if role is not Role.MATRIX:
+    if role not in _MATRICES:
         return 0.0
     if simplified:
         return min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in)
@@ -63,8 +70,8 @@ def learning_rate_scale(role: Role, optimizer: OptimizerKind, fan_in: int, fan_o
       fan_in, fan_out: of one matrix (fan_in is ignored for embeddings, biases and gains).
 
     Returns:
-      matrix: fan_out / fan_in, 1 / fan_in or sqrt(fan_out / fan_in); embedding, bias and gain: fan_out
-      under SGD and 1 under Adam.
+      matrix and readout: fan_out / fan_in, 1 / fan_in or sqrt(fan_out / fan_in); embedding, bias and gain:
+      fan_out under SGD and 1 under Adam.
 
     Raises:
       ValueError: Muon for a parameter that is not a matrix: an orthogonal V x d update has rows that
@@ -74,7 +81,7 @@ def learning_rate_scale(role: Role, optimizer: OptimizerKind, fan_in: int, fan_o
     _require_fans(fan_in, fan_out)
     if optimizer not in ("sgd", "adam", "muon"):
         raise ValueError(f"unknown optimizer kind {optimizer!r}: choose sgd, adam or muon")
-    if role is Role.MATRIX:
+    if role in _MATRICES:
         return {"sgd": fan_out / fan_in, "adam": 1 / fan_in, "muon": target_norm(fan_in, fan_out)}[optimizer]
     if optimizer == "muon":
         raise ValueError(
@@ -94,6 +101,19 @@ def relative_learning_rate(
       base_fans: the same of its counterpart in the base model.
     """
     return learning_rate_scale(role, optimizer, *fans) / learning_rate_scale(role, optimizer, *base_fans)
+
+
+def gradient_scale(role: Role, fan_in: int, fan_out: int) -> float:
+    """Size of a gradient's entries, as it depends on the width: 1 / fan_out for every role.
+
+    SGD's rate times this size must be Adam's rate times 1, so it is the quotient of the two columns of the
+    table: the loss moves by Theta(1) when all fan_out outputs do, so each of them accounts for 1 / fan_out.
+
+    Args:
+      role, fan_in, fan_out: as in `learning_rate_scale`.
+    """
+    adam, sgd = (learning_rate_scale(role, optimizer, fan_in, fan_out) for optimizer in ("adam", "sgd"))
+    return adam / sgd
 
 
 def _require_role(role: Role) -> None:
