@@ -4,6 +4,13 @@ from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
 from spectral.initializers import embedding_normal, embedding_orthogonal, spectral_normal, spectral_orthogonal
 from spectral.matrix_functions import polar_express_coefficients, power_iteration, spectral_norm
 from spectral.matrix_sign import msign
+from spectral.normalization import (
+    SpectralNormState,
+    clip_by_spectral_norm,
+    clip_weights,
+    normalize_update,
+    normalize_weights,
+)
 from spectral.polar_retraction import polar_retraction
 from spectral.products import symmetric_product
 from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_learning_rate, target_norm
@@ -11,6 +18,9 @@ from spectral.rules import Role, gaussian_sigma, learning_rate_scale, relative_l
 __all__ = [
     "KERNEL",
     "Role",
+    "SpectralNormState",
+    "clip_by_spectral_norm",
+    "clip_weights",
     "embedding_normal",
     "embedding_orthogonal",
     "fans",
@@ -18,6 +28,8 @@ __all__ = [
     "gaussian_sigma",
     "learning_rate_scale",
     "msign",
+    "normalize_update",
+    "normalize_weights",
     "polar_express_coefficients",
     "polar_retraction",
     "power_iteration",
