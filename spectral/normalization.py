@@ -12,7 +12,7 @@ from spectral.dimensions import KERNEL, fans
 from spectral.paths import map_named, named_leaves
 from spectral.rules import target_norm
 from spectral.selection import DimensionNumbers, Where, select_matrices
-from spectral.tracked_norms import first_norm, track
+from spectral.tracked_norms import first_norm, laid_out_like, track
 
 _TOLERANCE = 3e-4
 _MAX_ITERATIONS = 30
@@ -248,8 +248,10 @@ def _rescale(
         name: _with_norm(leaf, tracked.norm, rescale(tracked.norm, target_norm(*fans(leaf.shape, spec))))
         for (name, leaf), spec, tracked in zip(leaves.items(), specs, found, strict=True)
     }
-    trees = (treedef.unflatten(getattr(x, field) for x in found) for field in ("vector", "norm"))
-    return rescaled, SpectralNormState(*trees, iterations)
+    old_norms = jax.tree.leaves(state.norms)
+    norms = [laid_out_like(x.norm, old) for x, old in zip(found, old_norms, strict=True)]
+    vectors = treedef.unflatten(x.vector for x in found)
+    return rescaled, SpectralNormState(vectors, treedef.unflatten(norms), iterations)
 
 
 def _with_norm(x: Array, norm: Array, wanted: Array) -> Array:

@@ -74,10 +74,12 @@ def track(
             results.append((norm, u, back < (1 - tolerance) * norm))
         return results
 
+    def any_gains(results: list) -> Array:
+        return jnp.any(jnp.stack([jnp.any(gains) for _, _, gains in results]))
+
     def unfinished(carry: tuple[Array, list]) -> Array:
         count, results = carry
-        gaining = jnp.stack([jnp.any(gains) for _, _, gains in results])
-        return (count < max_iterations) & jnp.any(gaining)
+        return (count < max_iterations) & any_gains(results)
 
     def body(carry: tuple[Array, list]) -> tuple[Array, list]:
         count, results = carry
@@ -87,9 +89,11 @@ def track(
     # The first outside of the loop: its results are laid out over a mesh like those of all others.
     count, results = jnp.asarray(1, jnp.int32), iterate(starts)
     if results:
+        # In a shard_map that gives every device matrices of its own, each has a count of its own.
+        count = jnp.where(any_gains(results), count, count)
         count, results = jax.lax.while_loop(unfinished, body, (count, results))
     found = [
-        TrackedNorm(norm, _laid_out_like(u, old)) for (norm, u, _), old in zip(results, vectors, strict=True)
+        TrackedNorm(norm, laid_out_like(u, old)) for (norm, u, _), old in zip(results, vectors, strict=True)
     ]
     return found, count
 
@@ -112,7 +116,8 @@ def _norm_and_unit(x: Array, along: tuple[int, ...]) -> tuple[Array, Array]:
     return largest * norm, x / jnp.where(norm > 0, norm, 1)
 
 
-def _laid_out_like(x: Array, other: Array) -> Array:
+def laid_out_like(x: Array, other: Array) -> Array:
+    """x laid out like another array of its shape, where that is part of its type: a scan's carry keeps it."""
     sharding = jax.typeof(other).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return x
