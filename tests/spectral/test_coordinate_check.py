@@ -59,7 +59,7 @@ def test_seeds_are_averaged_in_the_mean_square():
 
 @pytest.mark.parametrize("parametrization", ["standard", "spectral"])
 def test_parametrisations_differ_under_sgd(parametrization):
-    """At one rate for all widths the standard changes fade or grow; the spectral ones keep their size."""
+    """At one rate for all widths the standard changes grow; the spectral ones keep their size."""
 
     def make(width, seed):
         sizes = (8, width, width, 1)
@@ -82,14 +82,14 @@ def test_parametrisations_differ_under_sgd(parametrization):
         def loss(params, batch):
             return mean_square(features(params, batch)["layer 2"], batch)
 
-        return params, features, loss, optax.chain(scale, optax.sgd(0.05))
+        return params, features, loss, optax.chain(scale, optax.sgd(1e-3 if standard else 0.05))
 
     slopes = coordinate_check(make, (32, 64, 128, 256), batch=(X, Y), steps=4, seeds=(0, 1)).slopes
     hidden = slopes["layer 1"].changes
     if parametrization == "spectral":
         assert abs(hidden) < 0.3 and abs(slopes["layer 0"].changes) < 0.3
     else:
-        assert hidden < -0.3 or slopes["layer 2"].changes > 0.3
+        assert hidden > 0.3 and slopes["layer 2"].changes > 0.5
 
 
 # ---------------------------------------------------------------------------- users' own models
@@ -100,7 +100,8 @@ class Linen(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(1)(nn.tanh(nn.Dense(self.width)(x)))
+        x = nn.tanh(nn.Dense(self.width)(x))
+        return nn.Dense(1)(x)
 
 
 class Nnx(nnx.Module):

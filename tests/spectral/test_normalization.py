@@ -160,7 +160,7 @@ def test_weights_end_at_their_target():
     for ratio in relative(params).values():
         np.testing.assert_allclose(ratio, 0.7, rtol=1e-4)
     with pytest.raises(ValueError, match="normalize_weights rescales weights and needs them"):
-        transform.update(UPDATES[0], state)
+        normalize_weights("*kernel").update(UPDATES[0], state[-1])
 
 
 def test_weights_below_the_bound_are_left_alone():
@@ -227,7 +227,7 @@ def test_accuracy_in_training(name, after, error):
             for update in updates:
                 norm, target = norms(update)
                 assert (1 - 1e-4) * target <= norm <= (1 + error) * target
-    assert int(state[-1].iterations) <= {"sgd": 10, "adam": 3, "muon": 10}[name]
+    assert int(state[-1].iterations) <= {"sgd": 10, "adam": 3, "muon": 20}[name]
 
 
 def test_a_matrix_that_stays_takes_one_pair_a_step():
@@ -292,7 +292,7 @@ def test_shard_map_and_vmap():
     x = np.random.default_rng(8).normal(size=(8, 2, 6, 4)).astype(np.float32)
     update = lambda x: transform.update([x], transform.init([x]))[0][0]  # noqa: E731
     expected = np.stack([jax.jit(update)(part) for part in x])
-    mesh = jax.make_mesh((8,), ("d",))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     found = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(x.reshape(16, 6, 4))
     np.testing.assert_allclose(found.reshape(x.shape), expected, rtol=1e-3)
     np.testing.assert_allclose(jax.jit(jax.vmap(update))(x), expected, rtol=1e-3)
