@@ -1,5 +1,15 @@
 """Spectral scaling: matrix functions, initialisers and learning rates that hold a weight's spectral norm."""
 
+from spectral.coordinate_check import CoordinateCheck, Probe, Slope, coordinate_check, log_log_slope
+from spectral.diagnostics import (
+    Condition,
+    ConditionReport,
+    alignment,
+    condition_report,
+    norm_ratios,
+    null_space_share,
+    singular_shares,
+)
 from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
 from spectral.initializers import (
     embedding_normal,
@@ -10,6 +20,13 @@ from spectral.initializers import (
 )
 from spectral.matrix_functions import polar_express_coefficients, power_iteration, spectral_norm
 from spectral.matrix_sign import msign
+from spectral.normalization import (
+    SpectralNormState,
+    clip_by_spectral_norm,
+    clip_weights,
+    normalize_update,
+    normalize_weights,
+)
 from spectral.optimizers import muon_labels, spectral_adamw, spectral_muon, spectral_sgd
 from spectral.polar_retraction import polar_retraction
 from spectral.products import symmetric_product
@@ -25,9 +42,20 @@ from spectral.rules import (
 from spectral.transforms import learning_rate_multipliers, scale_by_spectral_rule, scale_gradients_to_base
 
 __all__ = [
-    "KERNEL",
+    "Condition",
+    "ConditionReport",
+    "CoordinateCheck",
     "Decision",
+    "KERNEL",
+    "Probe",
     "Role",
+    "Slope",
+    "SpectralNormState",
+    "alignment",
+    "clip_by_spectral_norm",
+    "clip_weights",
+    "condition_report",
+    "coordinate_check",
     "decide",
     "embedding_normal",
     "embedding_orthogonal",
@@ -38,8 +66,13 @@ __all__ = [
     "gradient_scale",
     "learning_rate_multipliers",
     "learning_rate_scale",
+    "log_log_slope",
     "msign",
     "muon_labels",
+    "norm_ratios",
+    "normalize_update",
+    "normalize_weights",
+    "null_space_share",
     "polar_express_coefficients",
     "polar_retraction",
     "power_iteration",
@@ -47,6 +80,7 @@ __all__ = [
     "relative_learning_rate",
     "scale_by_spectral_rule",
     "scale_gradients_to_base",
+    "singular_shares",
     "spectral_adamw",
     "spectral_muon",
     "spectral_norm",

@@ -54,7 +54,6 @@ PARAMS = {
         ),
         ("h/kernel", {"values": {"e": -1.0}}, ValueError, "h/kernel, .*not invertible"),
     ],
-    ids=str,
 )
 def test_what_is_refused(where, options, error, message):
     options = {"beta": BETA, **options}

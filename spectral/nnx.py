@@ -1,0 +1,40 @@
+"""The coordinate check of a Flax NNX model: its parameters, and the output of every module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+
+def nnx_functions(
+    model: nnx.Module, inputs: Callable[[Any], Any] = lambda batch: batch
+) -> tuple[Any, Callable[[Any, Any], dict[str, Array]], Callable[[Any, Any], Any]]:
+    """What `spectral.coordinate_check` asks of a model, as pure functions.
+
+    Args:
+      model: any NNX module. It is not changed; its other variables (statistics, say) stay as they are.
+      inputs: batch -> the model's input; the batch itself if not given.
+
+    Returns:
+      (params, features, apply): the `nnx.Param` state, (params, batch) -> path -> output of every module
+      (the model's own is called `output`), and (params, inputs) -> the model's output, to make a loss of.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def apply(params: Any, x: Any) -> Any:
+        return nnx.merge(graph, params, rest)(x)
+
+    def features(params: Any, batch: Any) -> dict[str, Array]:
+        merged = nnx.merge(graph, params, rest)
+        run = nnx.capture(merged, nnx.Intermediate, method_outputs=nnx.Intermediate)
+        _, captured = run(inputs(batch))
+        found = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(captured)):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = name.removesuffix("/0").removesuffix("__call__").removesuffix("/")
+            found[name or "output"] = x
+        return found
+
+    return params, features, apply
