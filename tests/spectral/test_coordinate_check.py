@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +141,6 @@ def test_nnx():
 
 
 def test_equinox():
-    eqx = pytest.importorskip("equinox")
 
     def make(width):
         model = eqx.nn.MLP(8, 1, width, 1, jnp.tanh, key=jax.random.key(0))
@@ -154,8 +154,6 @@ def test_equinox():
 
 
 def test_drawing(tmp_path):
-    pytest.importorskip("matplotlib")
-
     def make(width):
         return (
             jnp.ones(1),
