@@ -151,7 +151,7 @@ class Sel:
     on: bool = False
     """Under AdamW or unconstrained Muon; off, the matrices are ordinary."""
     width_factor: float = WIDTH_FACTOR
-    """The curvature of a matrix is this times the square root of its fan-in."""
+    """The curvature of a matrix is this times the square root of its fan-in, and at least 1.5."""
     start: Literal["mismatched", "congruent"] = "mismatched"
     """Initial raw weights by inverting the congruent rule, which makes negative weights smaller than drawn,
     or the rule that the model uses itself, so that all weights are as drawn."""
@@ -214,16 +214,11 @@ class Run:
             self._check_sel()
 
     def _check_sel(self) -> None:
-        name, smallest = self.optimizer.name, self.sel.width_factor * math.sqrt(self.model.width)
+        name = self.optimizer.name
         _require(
             name in (ADAMW, "none"),
             f"optimizer.name {name!r} holds matrices on a manifold, which raw weights do not have: "
             f"with sel.on choose {ADAMW} or none",
-        )
-        _require(
-            self.sel.start == "mismatched" or not self.sel.linear or smallest > 1,
-            f"sel.start congruent needs a curvature above 1, or the map has no inverse: "
-            f"sel.width_factor {self.sel.width_factor} gives {smallest:.3g} at width {self.model.width}",
         )
 
     def with_optimizer(self, name: str) -> "Run":

@@ -25,8 +25,11 @@ WIDTH_FACTOR = 0.2
 
 
 def default_beta(width: int, factor: float = WIDTH_FACTOR) -> float:
-    """factor * sqrt(width): beta |w| is near factor where weights are near 1 / sqrt(width)."""
-    return factor * math.sqrt(width)
+    """max(1.5, factor * sqrt(width)): beta |w| is near factor where weights are near 1 / sqrt(width).
+
+    From 1 down, the mismatch map has no inverse: negative raw weights would give positive ones.
+    """
+    return max(1.5, factor * math.sqrt(width))
 
 
 def reparametrize(

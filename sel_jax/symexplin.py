@@ -154,10 +154,7 @@ def _by_factors(
 
     All sums over the same axes are one reduction, which reads its operands once.
     """
-    # No barrier is left when XLA orders the computations: this zero makes the exponentials wait for the
-    # cotangent, or they would be in memory during the model's whole backward pass.
-    zero = 0 * cotangent[(slice(0, 1),) * w.ndim]
-    waiting = {name: (factors[0] + zero, *factors[1:]) for name, factors in scales.items() if name in "mn"}
+    waiting = _waiting_for(cotangent, {name: scales[name] for name in scales if name in "mn"})
     parts, e = _parts(config, w, waiting), config.value("e", scales)
     signed = cotangent * parts.sign * parts.offset
     exponential = signed * parts.growth / config.beta
@@ -172,6 +169,18 @@ def _by_factors(
         summands = tuple(terms[name] * _others(scales[name], i) for name, i in factors)
         sums |= zip(factors, _sums(summands, axes), strict=True)
     return {name: tuple(sums[name, i] for i in range(len(factors))) for name, factors in scales.items()}
+
+
+def _waiting_for(cotangent: Array, scales: dict[str, Factors]) -> dict[str, Factors]:
+    """The same scales, but XLA cannot compute their exponentials before the cotangent is there.
+
+    No barrier is left when XLA orders its computations, and they would be in memory during the model's whole
+    backward pass. An array that an Explicit mesh shards cannot be cut to one entry, and goes without.
+    """
+    if any(axis is not None for axis in jax.typeof(cotangent).sharding.spec):
+        return scales
+    zero = 0 * cotangent[(slice(0, 1),) * cotangent.ndim]
+    return {name: (factors[0] + zero, *factors[1:]) for name, factors in scales.items()}
 
 
 def _by_axes(

@@ -81,7 +81,9 @@ def optax_muon() -> Contender:
     )
 
     def directions(gradient: Any, state: Any, params: Any) -> Directions:
-        (muon,) = _states(state, optax.contrib.MuonState)
+        kind = optax.contrib.MuonState
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+        (muon,) = (node for node in nodes if isinstance(node, kind))
         masked = _only(assign(params, matrices), gradient)
         numbers = jax.tree.map(lambda _: KERNEL, masked)
         scale = optax.contrib.scale_by_muon(beta=MOMENTUM, weight_dimension_numbers=numbers)

@@ -163,8 +163,8 @@ def test_trials_differ_in_what_their_name_says(tmp_path: Path) -> None:
 
 def test_presets() -> None:
     tiny, paper = SEL_PRESETS["tiny"], SEL_PRESETS["paper"]
-    assert (tiny.widths, tiny.depths, tiny.seeds) == ((64, 128, 192), (2, 4), 3)
-    assert (tiny.base.model.context, tiny.base.data.batch_size) == (128, 16)
+    assert (tiny.widths, tiny.depths, tiny.seeds) == ((64, 128, 192), (2, 4), 2)
+    assert (tiny.base.model.context, tiny.base.data.batch_size) == (64, 16)
     assert tiny.middle == Cell(128, 4)
     assert (paper.widths, paper.depths, paper.middle) == ((1024, 2048, 3072), (12, 24, 36), Cell(2048, 24))
     assert (paper.base.data.corpus, paper.base.model.vocab_size) == ("data/openwebtext", 50304)
