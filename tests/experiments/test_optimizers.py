@@ -21,7 +21,6 @@ from experiments.optimizers import (
     solver_diagnostics,
 )
 from manifold_muon import DGram, Stiefel, Unconstrained
-from sel_jax import WIDTH_FACTOR
 from spectral.paths import named_leaves
 
 RUN = Run(
@@ -172,11 +171,11 @@ def sel_updates(run: Run):
 
 
 def test_sel_is_for_the_blocks_matrices() -> None:
-    params = sel_params(under_sel())
+    params = sel_params(under_sel(width_factor=1.0))
     raw = [name for name, _ in named_leaves(params) if name.endswith("/raw")]
     assert raw == [f"h/{matrix}/kernel/raw" for matrix in MATRICES]
     for name, fan_in in {"c_fc": 8, "c_proj": 32}.items():
-        assert params["h"]["mlp"][name]["kernel"].config.beta == pytest.approx(WIDTH_FACTOR * fan_in**0.5)
+        assert params["h"]["mlp"][name]["kernel"].config.beta == pytest.approx(fan_in**0.5)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_every_factor_gets_a_gradient():
 
 def test_beta_follows_the_width():
     assert default_beta(100, 0.4) == 4.0
+    assert default_beta(9, 0.4) == 1.5
     params = {"k": random(0, 3, 16, 5), "v": random(1, 3, 9), "s": jnp.float32(0.5)}
     found = reparametrize(params, {"k": MuonDimensionNumbers(1, 2), "*": None}, beta=float)
     assert [found[name].config.beta for name in "kvs"] == [16.0, 9.0, 1.0]
