@@ -11,7 +11,7 @@ from experiments.config import Sel
 from experiments.files import write_json, write_whole
 from experiments.pages import Table, save_images, setting, text, write_page
 from experiments.panels import category_panel, styles
-from experiments.records import comparison_notes, read_runs
+from experiments.records import RunRecord, comparison_notes, read_runs
 from experiments.sel_plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 from experiments.sel_results import loss_of
 
@@ -50,8 +50,12 @@ def read_rows(study_dir: Path) -> list[Row]:
     Raises:
       InputError: as `read_runs`.
     """
+    return _rows(read_runs(study_dir))
+
+
+def _rows(runs: Sequence[RunRecord]) -> list[Row]:
     rows = []
-    for run in read_runs(study_dir):
+    for run in runs:
         sel = run.config["sel"]
         course = next(name for name, settings in ANNEALINGS.items() if settings.items() <= sel.items())
         rate = run.config["optimizer"]["learning_rate"]
@@ -84,7 +88,8 @@ def write_report(study_dir: Path) -> Path:
     """
     study_dir = Path(study_dir)
     study, _ = SelStudy.load(study_dir)
-    rows, runs = read_rows(study_dir), read_runs(study_dir)
+    runs = read_runs(study_dir)
+    rows = _rows(runs)
     notes = comparison_notes(runs, _MAY_DIFFER, "SEL's settings and rate")
     write_json(
         study_dir / "results.json",

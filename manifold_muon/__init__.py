@@ -4,7 +4,6 @@ from manifold_muon.assignments import (
     ASSIGNMENTS,
     Assigned,
     Assignment,
-    DimensionNumbers,
     assign,
     named_assignment,
 )
@@ -22,6 +21,7 @@ from manifold_muon.transforms import (
     retract,
     scale_by_manifold_muon,
 )
+from spectral.dimensions import DimensionNumbers
 
 __all__ = [
     "ASSIGNMENTS",

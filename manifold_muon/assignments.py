@@ -8,12 +8,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from manifold_muon.manifolds import DGram, Manifold, Oblique, Stiefel, Unconstrained
 from spectral import KERNEL, fans
+from spectral.dimensions import DimensionNumbers
 from spectral.paths import first_matches, map_named, match, named_leaves
 
 Assignment = Mapping[str, Manifold]
 """Glob patterns on parameter paths -> manifold; the first pattern that fits a path decides."""
-DimensionNumbers = MuonDimensionNumbers | Mapping[str, MuonDimensionNumbers]
-"""One specification for every assigned parameter, or glob patterns on paths -> specification."""
 
 _PAIRS: dict[str, tuple[Manifold, Manifold]] = {
     "none": (Unconstrained(), Unconstrained()),

@@ -6,12 +6,13 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
-from manifold_muon.assignments import Assignment, DimensionNumbers, assign, assign_part
+from manifold_muon.assignments import Assignment, assign, assign_part
 from manifold_muon.manifolds import Unconstrained
 from manifold_muon.sharing import AxisName
 from manifold_muon.solvers import Solver
 from manifold_muon.transforms import retract, scale_by_manifold_muon
 from spectral import KERNEL
+from spectral.dimensions import DimensionNumbers
 from spectral.paths import map_named
 
 

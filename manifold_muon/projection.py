@@ -4,9 +4,10 @@ from typing import Any
 
 from jaxtyping import Array
 
-from manifold_muon.assignments import Assigned, Assignment, DimensionNumbers, assign, map_assigned
+from manifold_muon.assignments import Assigned, Assignment, assign, map_assigned
 from manifold_muon.stacking import from_tall, to_tall
 from spectral import KERNEL
+from spectral.dimensions import DimensionNumbers
 from spectral.paths import named_leaves
 
 

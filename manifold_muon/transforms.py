@@ -11,7 +11,6 @@ from jaxtyping import Array
 from manifold_muon.assignments import (
     Assigned,
     Assignment,
-    DimensionNumbers,
     assign_part,
 )
 from manifold_muon.dual_ascent import DualAscent
@@ -21,7 +20,7 @@ from manifold_muon.sharing import AxisName, sharded_like
 from manifold_muon.solvers import Solver
 from manifold_muon.stacking import from_tall, map_stacked, to_tall
 from spectral import KERNEL
-from spectral.dimensions import axes
+from spectral.dimensions import DimensionNumbers, axes
 from spectral.paths import map_named, named_leaves
 
 

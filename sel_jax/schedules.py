@@ -69,7 +69,7 @@ def annealed(
     Raises:
       ValueError: steps is not positive.
 
-    Source: arXiv:2607.09967, section 2.2 (which gives no constants; these are calibrated, see the README).
+    Source: arXiv:2607.09967, section 2.2, which gives no constants; these are a first guess.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")

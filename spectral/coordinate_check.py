@@ -133,6 +133,17 @@ def coordinate_check(
     return CoordinateCheck(tuple(widths), rms(0), rms(1))
 
 
+def by_module(captured: Any) -> dict[str, Array]:
+    """Flax's captured outputs, like `Dense_0/__call__/0`, by the modules' paths; the model's is `output`."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(captured):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # A tuple of one output a call.
+        name = name.removesuffix("/0").removesuffix("__call__").removesuffix("/")
+        found[name or "output"] = x
+    return found
+
+
 def log_log_slope(widths: Sequence[int], values: Sequence[float]) -> float:
     """Least-squares slope of log values over log widths; NaN unless all values are positive and finite."""
     values = np.asarray(values, np.float64)

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-from spectral.dimensions import KERNEL, fans, to_matrices
+from spectral.dimensions import KERNEL, DimensionNumbers, fans, to_matrices
 from spectral.matrix_functions import power_iteration, spectral_norm, svd
 from spectral.paths import named_leaves
 from spectral.products import matmul
 from spectral.rules import target_norm
-from spectral.selection import DimensionNumbers, Where, select_matrices
+from spectral.selection import Where, select_matrices
 
 
 def norm_ratios(

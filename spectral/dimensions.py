@@ -1,11 +1,14 @@
 """Which axes of an array are a matrix's inputs and outputs, and the array as a batch of matrices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
+
+DimensionNumbers = MuonDimensionNumbers | Mapping[str, MuonDimensionNumbers]
+"""One specification for every matrix, or glob patterns on paths -> specification."""
 
 # Flax kernels are (..., in, out). Optax's own default, (0, 1), takes a stack's layer axis for the inputs.
 KERNEL = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
 
-from spectral.dimensions import KERNEL, fans, from_matrices, to_matrices
+from spectral.dimensions import KERNEL, DimensionNumbers, fans, from_matrices, to_matrices
 from spectral.paths import map_named, match
-from spectral.roles import Decision, DimensionNumbers, Roles, decide
+from spectral.roles import Decision, Roles, decide
 from spectral.rules import Role, gaussian_sigma, target_norm
 
 

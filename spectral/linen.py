@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import linen as nn
 from jaxtyping import Array
+
+from spectral.coordinate_check import by_module
 
 
 def linen_features(
@@ -27,12 +28,6 @@ def linen_features(
         _, state = model.apply(
             variables, inputs(batch), **kwargs, capture_intermediates=True, mutable=["intermediates"]
         )
-        found = {}
-        for path, x in jax.tree_util.tree_leaves_with_path(state["intermediates"]):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            # A tuple of one output a call: `Dense_0/__call__/0`.
-            name = name.removesuffix("/0").removesuffix("__call__").removesuffix("/")
-            found[name or "output"] = x
-        return found
+        return by_module(state["intermediates"])
 
     return features

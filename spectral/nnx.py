@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array
+
+from spectral.coordinate_check import by_module
 
 
 def nnx_functions(
@@ -30,11 +31,6 @@ def nnx_functions(
         merged = nnx.merge(graph, params, rest)
         run = nnx.capture(merged, nnx.Intermediate, method_outputs=nnx.Intermediate)
         _, captured = run(inputs(batch))
-        found = {}
-        for path, x in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(captured)):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            name = name.removesuffix("/0").removesuffix("__call__").removesuffix("/")
-            found[name or "output"] = x
-        return found
+        return by_module(nnx.to_pure_dict(captured))
 
     return params, features, apply

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from spectral.dimensions import KERNEL, fans
+from spectral.dimensions import KERNEL, DimensionNumbers, fans
 from spectral.paths import map_named, named_leaves
 from spectral.rules import target_norm
-from spectral.selection import DimensionNumbers, Where, select_matrices
+from spectral.selection import Where, select_matrices
 from spectral.tracked_norms import first_norm, laid_out_like, track
 
 _TOLERANCE = 3e-4
@@ -77,10 +77,7 @@ def normalize_update(
     Source: arXiv:2310.17813, Condition 1.
     """
 
-    def exactly(norms: Array, target: float) -> Array:
-        return jnp.full_like(norms, scale * target)
-
-    return _change_updates(exactly, where, dimension_numbers, tolerance, max_iterations)
+    return _change_updates(_exactly(scale), where, dimension_numbers, tolerance, max_iterations)
 
 
 def clip_by_spectral_norm(
@@ -143,10 +140,9 @@ def normalize_weights(
     Source: arXiv:2310.17813, Condition 1.
     """
 
-    def exactly(norms: Array, target: float) -> Array:
-        return jnp.full_like(norms, scale * target)
-
-    return _change_weights("normalize_weights", exactly, where, dimension_numbers, tolerance, max_iterations)
+    return _change_weights(
+        "normalize_weights", _exactly(scale), where, dimension_numbers, tolerance, max_iterations
+    )
 
 
 def clip_weights(
@@ -166,6 +162,10 @@ def clip_weights(
         return jnp.minimum(norms, scale * target)
 
     return _change_weights("clip_weights", at_most, where, dimension_numbers, tolerance, max_iterations)
+
+
+def _exactly(scale: float) -> Rescale:
+    return lambda norms, target: jnp.full_like(norms, scale * target)
 
 
 def _change_updates(

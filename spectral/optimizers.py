@@ -16,8 +16,9 @@ from typing import Any
 import optax
 from jax.typing import DTypeLike
 
+from spectral.dimensions import DimensionNumbers
 from spectral.paths import map_named
-from spectral.roles import DimensionNumbers, Roles, decide_part
+from spectral.roles import Roles, decide_part
 from spectral.rules import Role
 from spectral.transforms import Base, scale_by_spectral_rule, scale_gradients_to_base
 

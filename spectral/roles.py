@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
-from spectral.dimensions import KERNEL, axes
+from spectral.dimensions import KERNEL, DimensionNumbers, axes
 from spectral.paths import first_matches, match, named_leaves
 from spectral.rules import Role, gaussian_sigma
 
 Roles = Mapping[str, Role]
 """Glob patterns on parameter paths -> role; the first pattern that fits a path decides."""
-DimensionNumbers = MuonDimensionNumbers | Mapping[str, MuonDimensionNumbers]
-"""One specification for all matrices and readouts, or glob patterns on paths -> specification."""
 
 _VECTORS = (Role.BIAS, Role.GAIN)
 _VECTOR = MuonDimensionNumbers((), -1)

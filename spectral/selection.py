@@ -1,18 +1,16 @@
 """Which leaves of a tree are matrices, by glob patterns on their names, and along which axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
-from spectral.dimensions import KERNEL, axes
+from spectral.dimensions import KERNEL, DimensionNumbers, axes
 from spectral.paths import first_matches, match, named_leaves
 
 Where = str | Sequence[str]
 """A glob pattern on paths, or several."""
-DimensionNumbers = MuonDimensionNumbers | Mapping[str, MuonDimensionNumbers]
-"""One specification for every matrix, or glob patterns on paths -> specification."""
 
 
 def select_matrices(

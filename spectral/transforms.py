@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import optax
 
+from spectral.dimensions import DimensionNumbers
 from spectral.paths import map_named
-from spectral.roles import Decision, DimensionNumbers, Roles, decide, decide_part, role_axes
+from spectral.roles import Decision, Roles, decide, decide_part, role_axes
 from spectral.rules import OptimizerKind, Role, gradient_scale, learning_rate_scale, relative_learning_rate
 
 Base = Any

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.config import ADAMW, SOLVERS, Run, Solver
-from experiments.corpus import Corpus, load
+from experiments.corpus import Corpus
 from experiments.errors import InputError
 from experiments.frontier_report import format_table, write_report
 from experiments.optimizers import manifolds
-from experiments.stability import Frontier, final_loss, unigram_entropy
-from experiments.train import train
+from experiments.stability import Frontier, unigram_entropy
+from experiments.studies.named_runs import load_corpus, train_named
 
 ASSIGNMENTS: tuple[str, ...] = ("none", "stiefel", "dgram", "hetero", "hetero-inv")
 
@@ -57,7 +57,7 @@ def run_frontier(
         raise InputError("a frontier needs at least one assignment and one solver")
     for each in configs:
         manifolds(each)  # an unknown name ends the study before its first run, not after an hour
-    corpus = load(config.data.corpus, vocab_size=config.model.vocab_size, context=config.model.context)
+    corpus = load_corpus(config)
     frontier = Frontier(unigram_entropy(corpus.validation), config.optimizer.muon_learning_rate)
     frontier.save(study_dir)
     for each in configs:
@@ -74,9 +74,6 @@ def _sweep(config: Run, frontier: Frontier, study_dir: Path, corpus: Corpus, pro
     def trial(rate: float) -> float | None:
         at_rate = replace(config, optimizer=replace(optimizer, muon_learning_rate=rate))
         name = f"{optimizer.name}-{optimizer.solver}-lr{rate:g}"
-        result = train(at_rate, study_dir / name, corpus=corpus, progress=progress)
-        loss = result.validation_loss
-        print(f"{name}: {result.status}, validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
-        return final_loss(result.status, loss)
+        return train_named(at_rate, study_dir / name, corpus, progress)
 
     frontier.sweep(trial)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.config import ADAMW, Run
-from experiments.corpus import load
 from experiments.optimizers import manifolds
 from experiments.report import format_table, write_report
+from experiments.studies.named_runs import load_corpus
 from experiments.train import train
 
 OPTIMIZERS: tuple[str, ...] = (ADAMW, "none", "stiefel", "dgram", "hetero", "hetero-inv")
@@ -32,7 +32,7 @@ def run_study(
     configs = {name: config.with_optimizer(name) for name in optimizers}
     for named in configs.values():
         manifolds(named)  # an unknown name ends the study before its first run, not after hours
-    corpus = load(config.data.corpus, vocab_size=config.model.vocab_size, context=config.model.context)
+    corpus = load_corpus(config)
     for name, named in configs.items():
         result = train(named, study_dir / name, corpus=corpus, progress=progress)
         if result.status != "finished":

@@ -21,6 +21,7 @@ from experiments.corpus import Corpus
 from experiments.errors import InputError
 from experiments.stability import Frontier, unigram_entropy
 from experiments.studies import frontier as study
+from experiments.studies import named_runs
 from experiments.train import Result
 from experiments.trials import read_trials, summarize
 
@@ -104,7 +105,7 @@ def config(tmp_path: Path) -> Run:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> FakeTrainer:
     """In place of the real one; and no report is made."""
     trainer = FakeTrainer()
-    monkeypatch.setattr(study, "train", trainer)
+    monkeypatch.setattr(named_runs, "train", trainer)
     monkeypatch.setattr(study, "write_report", lambda folder: folder / "report.html")
     return trainer
 
@@ -114,7 +115,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A study's folder and what making it printed; tests must not change it."""
     folder, out = tmp_path_factory.mktemp("frontier"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(study, "train", FakeTrainer())
+        patch.setattr(named_runs, "train", FakeTrainer())
         assert run(make_config(folder), folder) == folder / "report.html"
     return folder, out.getvalue()
 
