@@ -65,7 +65,7 @@ def test_scaled_and_skewed_columns(seed, exponent, columns):
     x = departed(seed, (9, columns), 0.2) * np.float32(10.0**exponent)
     found = optimized(x)
     np.testing.assert_allclose(found, polar(x), atol=1e-5)
-    assert violation(found) < 3e-7
+    assert violation(found) < 5e-7
 
 
 def test_one_far_matrix_in_a_batch():
