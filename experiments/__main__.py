@@ -9,16 +9,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-from experiments import calibration_report, frontier_report, sel_report
-from experiments import report as manifolds_report
 from experiments.config import PRESETS, SOLVERS, Solver, preset
 from experiments.errors import InputError
-from experiments.sel_plan import PLAN, SEL_PRESETS, SelStudy
-from experiments.stability import FRONTIER
-from experiments.studies.calibration import calibrate as run_calibration
-from experiments.studies.frontier import ASSIGNMENTS, run_frontier
-from experiments.studies.manifolds import OPTIMIZERS, run_study
-from experiments.studies.sel import run_sel
+from experiments.studies.frontier import report as frontier_report
+from experiments.studies.frontier.stability import FRONTIER
+from experiments.studies.frontier.study import ASSIGNMENTS, run_frontier
+from experiments.studies.manifolds import report as manifolds_report
+from experiments.studies.manifolds.study import OPTIMIZERS, run_study
+from experiments.studies.sel import calibration_report
+from experiments.studies.sel import report as sel_report
+from experiments.studies.sel.calibration import calibrate as run_calibration
+from experiments.studies.sel.plan import PLAN, SEL_PRESETS, SelStudy
+from experiments.studies.sel.study import run_sel
 from experiments.train import train as train_run
 
 

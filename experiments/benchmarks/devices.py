@@ -23,7 +23,7 @@ from experiments.benchmarks.hlo_flops import product_flops
 from experiments.benchmarks.optimizers import HETERO, ours
 from experiments.config import PRESETS
 from experiments.model import init_params
-from experiments.pages import Table
+from experiments.reporting.pages import Table
 from manifold_muon import GramSolver
 
 DEVICES = (1, 2, 4, 8)

@@ -14,7 +14,7 @@ from experiments.benchmarks.optimizers import Contender
 from experiments.benchmarks.quality import Quality, judge
 from experiments.benchmarks.race import JaxRacer, Racer
 from experiments.benchmarks.trips import Measured
-from experiments.pages import Table, text
+from experiments.reporting.pages import Table, text
 from manifold_muon import assign, constraint_violations, to_tall
 from spectral.paths import named_leaves
 

@@ -20,7 +20,7 @@ from experiments.config import ADAMW, Data, Model, Optimizer, Run, Sel
 from experiments.corpus import load
 from experiments.model import GPT2
 from experiments.optimizers import make_optimizer
-from experiments.overhead import overhead
+from experiments.studies.sel.overhead import overhead
 from experiments.train import TrainState, init_state, mean_loss
 from sel_jax import SelWeight
 

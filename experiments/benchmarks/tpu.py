@@ -29,7 +29,7 @@ from experiments.config import Run, Solver, preset
 from experiments.errors import InputError
 from experiments.model import GPT2
 from experiments.optimizers import make_optimizer, manifolds
-from experiments.pages import Table
+from experiments.reporting.pages import Table
 from experiments.train import TrainState, init_state, make_train_step, mean_loss
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from experiments.benchmarks.costs import ACCELERATOR, Position, measured_step, s
 from experiments.benchmarks.optimizers import HETERO, optax_muon, ours
 from experiments.benchmarks.race import JaxRacer, race
 from experiments.benchmarks.workload import Workload, of_width
-from experiments.pages import Table
+from experiments.reporting.pages import Table
 
 WIDTHS = (64, 128, 256, 512, 768)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from experiments.config import Run
 from experiments.corpus import Corpus, load
-from experiments.stability import final_loss
+from experiments.reporting.records import final_loss
 from experiments.train import train
 
 

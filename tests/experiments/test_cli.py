@@ -13,9 +13,9 @@ import pytest
 from experiments import __main__ as command_line
 from experiments.__main__ import main
 from experiments.config import Run, preset
-from experiments.sel_plan import SEL_PRESETS
-from experiments.studies.frontier import ASSIGNMENTS
-from experiments.studies.manifolds import OPTIMIZERS
+from experiments.studies.frontier.study import ASSIGNMENTS
+from experiments.studies.manifolds.study import OPTIMIZERS
+from experiments.studies.sel.plan import SEL_PRESETS
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model.layers", 1, "--model.width", 16, "--model.context", 16, "--data.batch-size", 4)

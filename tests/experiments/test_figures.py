@@ -10,8 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import figures, line_labels, panels
-from experiments.panels import Curve, Curves
+from experiments.reporting import figures, line_labels, panels
+from experiments.reporting.panels import Curve, Curves
 
 STEPS = np.arange(0.0, 101.0, 10.0)
 PANELS: list[Callable] = [

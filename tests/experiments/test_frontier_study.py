@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import frontier_report
 from experiments.config import Data, Model, Optimizer, Run, to_dict
 from experiments.corpus import Corpus
 from experiments.errors import InputError
-from experiments.stability import Frontier, unigram_entropy
-from experiments.studies import frontier as study
 from experiments.studies import named_runs
+from experiments.studies.frontier import report as frontier_report
+from experiments.studies.frontier import study
+from experiments.studies.frontier.stability import Frontier, unigram_entropy
+from experiments.studies.frontier.trials import read_trials, summarize
 from experiments.train import Result
-from experiments.trials import read_trials, summarize
 
 MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
 # The largest stable rate of each sweep, beyond which Stiefel learns nothing and the others diverge; the best

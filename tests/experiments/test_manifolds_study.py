@@ -9,7 +9,7 @@ import pytest
 
 from experiments.config import Data, Model, Optimizer, Run
 from experiments.errors import InputError
-from experiments.studies import manifolds
+from experiments.studies.manifolds import study as manifolds
 
 
 @pytest.fixture

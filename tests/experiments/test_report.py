@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import files, report
+from experiments import files
 from experiments.config import Data, Model, Run, to_dict
 from experiments.errors import InputError
+from experiments.studies.manifolds import report
 
 LAYERS = 2
 STEPS = 60

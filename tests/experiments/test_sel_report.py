@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import calibration_report, sel_report
 from experiments.__main__ import main
 from experiments.config import Data, Model, Optimizer, Run, to_dict
 from experiments.errors import InputError
-from experiments.overhead import Overhead
-from experiments.sel_plan import Cell, SelStudy
-from experiments.sel_results import read_study, step_ratio, steps_to
-from experiments.studies import calibration, named_runs
-from experiments.studies import sel as study_module
+from experiments.studies import named_runs
+from experiments.studies.sel import calibration, calibration_report
+from experiments.studies.sel import report as sel_report
+from experiments.studies.sel import study as study_module
+from experiments.studies.sel.overhead import Overhead
+from experiments.studies.sel.plan import Cell, SelStudy
+from experiments.studies.sel.results import read_study, step_ratio, steps_to
 from experiments.train import Result
 
 STEPS = 40

@@ -12,8 +12,11 @@ import pytest
 from experiments import train as training
 from experiments.config import Data, Model, Optimizer, Run, Sel
 from experiments.errors import InputError
-from experiments.overhead import Overhead, read_overhead
-from experiments.sel_plan import (
+from experiments.studies import named_runs
+from experiments.studies.sel import calibration
+from experiments.studies.sel import study as study_module
+from experiments.studies.sel.overhead import Overhead, read_overhead
+from experiments.studies.sel.plan import (
     ABLATIONS,
     SEL_PRESETS,
     Cell,
@@ -23,8 +26,6 @@ from experiments.sel_plan import (
     beyond_the_edge,
     sweep,
 )
-from experiments.studies import calibration, named_runs
-from experiments.studies import sel as study_module
 from experiments.train import Result
 
 
@@ -251,6 +252,6 @@ def test_a_study_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytes
     assert ["size_0.5" in line["weights"]["mlp/c_fc"] for line in evaluations] == [True, False, False, True]
 
     monkeypatch.setattr(training, "make_program", None)  # nothing may be built
-    monkeypatch.setattr("experiments.overhead.make_train_step", None)
+    monkeypatch.setattr("experiments.studies.sel.overhead.make_train_step", None)
     monkeypatch.setattr(study_module, "write_report", lambda folder: folder / "report.html")
     assert study_module.run_sel(study, folder, progress=False) == report

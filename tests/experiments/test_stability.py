@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.stats import entropy
 
 from experiments.errors import InputError
-from experiments.stability import Frontier, final_loss, unigram_entropy
+from experiments.reporting.records import final_loss
+from experiments.studies.frontier.stability import Frontier, unigram_entropy
 
 RULES = Frontier(unigram_entropy=3.0, start=0.02, doublings=4, halvings=3)
 

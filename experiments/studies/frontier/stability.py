@@ -108,11 +108,6 @@ class Frontier:
         return cls(*(content[name] for name in names))
 
 
-def final_loss(status: str, validation_loss: float | None) -> float | None:
-    """A run's entry in `Losses`, from its result."""
-    return validation_loss if status == "finished" else None
-
-
 def unigram_entropy(tokens: np.ndarray) -> float:
     """Entropy (nats) of the frequencies of a text's tokens."""
     counts = np.unique_counts(tokens).counts

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.config import ADAMW, Run
 from experiments.optimizers import manifolds
-from experiments.report import format_table, write_report
+from experiments.studies.manifolds.report import format_table, write_report
 from experiments.studies.named_runs import load_corpus
 from experiments.train import train
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from experiments.config import MATRICES
-from experiments.overhead import read_overhead
-from experiments.panels import Curve
 from experiments.probes import QUANTILES
-from experiments.records import RunRecord, finite, read_runs
-from experiments.sel_plan import (
+from experiments.reporting.panels import Curve
+from experiments.reporting.records import RunRecord, final_loss, finite, read_runs
+from experiments.studies.sel.overhead import read_overhead
+from experiments.studies.sel.plan import (
     ABLATIONS,
     BASELINE,
     METHODS,
@@ -22,7 +22,6 @@ from experiments.sel_plan import (
     Trial,
     best_rate,
 )
-from experiments.stability import final_loss
 
 Runs = Mapping[Trial, RunRecord]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import figures, panels
 from experiments.files import write_json, write_whole
-from experiments.pages import Table, save_images, setting, text, write_page
-from experiments.records import RunRecord, comparison_notes, finite, read_runs
+from experiments.reporting import figures, panels
+from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.records import RunRecord, comparison_notes, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
 _PAPER: dict[str, tuple[str, str, float | str | None]] = {
@@ -184,7 +184,7 @@ def write_report(study_dir: Path) -> Path:
     write_page(
         report,
         title="Manifold Muon on GPT-2",
-        template="report_template.html",
+        template=Path(__file__).parent / "template.html",
         words={**setting(runs[0].facts), "caveat": caveat},
         parts={**save_images(study_dir, _draw(runs)), "table": _html_table(rows)},
         notes=notes,

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from experiments.calibration_report import format_table, write_report
-from experiments.sel_plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.sel.calibration_report import format_table, write_report
+from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 
 
 def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:

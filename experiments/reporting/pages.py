@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.files import write_whole
-from experiments.panels import png
+from experiments.reporting.panels import png
 
 _WIDEST = 18
 
@@ -98,7 +98,7 @@ def save_images(study_dir: Path, panels: Mapping[str, Figure]) -> dict[str, str]
 def write_page(
     path: Path,
     title: str,
-    template: str,
+    template: Path,
     words: Mapping[str, Any],
     parts: Mapping[str, str],
     notes: Sequence[str],
@@ -108,7 +108,7 @@ def write_page(
     Args:
       path: of the page.
       title: in the browser's tab.
-      template: file name of the body beside this module, with a `$name` for every word and part.
+      template: the body's file, with a `$name` for every word and part.
       words: plain values, which are escaped.
       parts: HTML, which is not.
       notes: what a reader must know first; the body's `$notes`.
@@ -117,9 +117,11 @@ def write_page(
     notes_list = f'<ul class="notes">{items}</ul>' if items else ""
     escaped = {name: html.escape(str(value)) for name, value in words.items()}
     body = _template(template).substitute(escaped, **parts, notes=notes_list)
-    page = _template("page_template.html").substitute(title=html.escape(title), body=body)
+    page = _template(Path(__file__).with_name("page_template.html")).substitute(
+        title=html.escape(title), body=body
+    )
     write_whole(path, page)
 
 
-def _template(name: str) -> Template:
-    return Template((Path(__file__).parent / name).read_text(encoding="utf-8"))
+def _template(path: Path) -> Template:
+    return Template(path.read_text(encoding="utf-8"))

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 
 from experiments.config import Sel
 from experiments.files import write_json, write_whole
-from experiments.pages import Table, save_images, setting, text, write_page
-from experiments.panels import category_panel, styles
-from experiments.records import RunRecord, comparison_notes, read_runs
-from experiments.sel_plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
-from experiments.sel_results import loss_of
+from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.panels import category_panel, styles
+from experiments.reporting.records import RunRecord, comparison_notes, read_runs
+from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
+from experiments.studies.sel.results import loss_of
 
 _MAY_DIFFER = (*(f"config.sel.{field.name}" for field in fields(Sel)), "config.optimizer.learning_rate")
 
@@ -111,7 +111,7 @@ def write_report(study_dir: Path) -> Path:
     write_page(
         report,
         title="Calibration of SymExpLin",
-        template="calibration_template.html",
+        template=Path(__file__).parent / "calibration_template.html",
         words={**setting(runs[0].facts), **words},
         parts={
             "factors_panel": " ".join(save_images(study_dir, {"factors": _figure(study, rows)}).values()),

@@ -11,9 +11,9 @@ from pathlib import Path
 from experiments.config import ADAMW, SOLVERS, Run, Solver
 from experiments.corpus import Corpus
 from experiments.errors import InputError
-from experiments.frontier_report import format_table, write_report
 from experiments.optimizers import manifolds
-from experiments.stability import Frontier, unigram_entropy
+from experiments.studies.frontier.report import format_table, write_report
+from experiments.studies.frontier.stability import Frontier, unigram_entropy
 from experiments.studies.named_runs import load_corpus, train_named
 
 ASSIGNMENTS: tuple[str, ...] = ("none", "stiefel", "dgram", "hetero", "hetero-inv")

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from experiments.line_labels import Curve, Curves, Limits, Style, Styles, label_lines
+from experiments.reporting.line_labels import Curve, Curves, Limits, Style, Styles, label_lines
 
 # Colours are Okabe and Ito's, told apart under the usual colour blindnesses; markers tell them apart in grey.
 # Runs without a constraint are dashed.

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from experiments.config import Sel
 from experiments.files import write_json, write_whole
-from experiments.pages import Table, save_images, setting, text, write_page
-from experiments.records import RunRecord, comparison_notes
-from experiments.sel_figures import STYLES, draw
-from experiments.sel_plan import SEL, SelStudy, Trial
-from experiments.sel_results import (
+from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.records import RunRecord, comparison_notes
+from experiments.studies.sel.figures import STYLES, draw
+from experiments.studies.sel.plan import SEL, SelStudy, Trial
+from experiments.studies.sel.results import (
     AblationRow,
     CellRow,
     WeightRow,
@@ -135,7 +135,7 @@ def write_report(study_dir: Path) -> Path:
     write_page(
         report,
         title="SymExpLin on GPT-2",
-        template="sel_template.html",
+        template=Path(__file__).parent / "template.html",
         words={**setting(records[0].facts), **_words(study)},
         parts={
             **{

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from experiments.overhead import overhead
-from experiments.sel_plan import (
+from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.sel.overhead import overhead
+from experiments.studies.sel.plan import (
     ABLATIONS,
     BASELINE,
     SEL,
@@ -13,8 +14,7 @@ from experiments.sel_plan import (
     best_rate,
     sweep,
 )
-from experiments.sel_report import format_table, write_report
-from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.sel.report import format_table, write_report
 
 
 def run_sel(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:

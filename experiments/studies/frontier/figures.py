@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.panels import Limits, rate_panel, styles
-from experiments.stability import Frontier
-from experiments.trials import UNCONSTRAINED, Trial
+from experiments.reporting.panels import Limits, rate_panel, styles
+from experiments.studies.frontier.stability import Frontier
+from experiments.studies.frontier.trials import UNCONSTRAINED, Trial
 
 _LARGEST = "largest over the run"
 

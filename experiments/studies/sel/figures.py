@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import figures
 from experiments.config import MATRICES
-from experiments.panels import Curve, Curves, Style, category_panel, rate_panel, step_panel
 from experiments.probes import QUANTILES
-from experiments.records import RunRecord
-from experiments.sel_plan import ABLATIONS, BASELINE, SEL, Cell, SelStudy
-from experiments.sel_results import (
+from experiments.reporting import figures
+from experiments.reporting.panels import Curve, Curves, Style, category_panel, rate_panel, step_panel
+from experiments.reporting.records import RunRecord
+from experiments.studies.sel.plan import ABLATIONS, BASELINE, SEL, Cell, SelStudy
+from experiments.studies.sel.results import (
     AblationRow,
     CellRow,
     Runs,

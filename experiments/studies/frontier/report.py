@@ -4,11 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.files import write_json, write_whole
-from experiments.frontier_figures import draw
-from experiments.pages import Table, save_images, setting, text, write_page
-from experiments.panels import styles
-from experiments.records import comparison_notes
-from experiments.trials import CLOSE, Sweep, Trial, read_trials, summarize
+from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.panels import styles
+from experiments.reporting.records import comparison_notes
+from experiments.studies.frontier.figures import draw
+from experiments.studies.frontier.trials import CLOSE, Sweep, Trial, read_trials, summarize
 
 # What a frontier wants to differ between its runs.
 _MAY_DIFFER = tuple(
@@ -88,7 +88,7 @@ def write_report(study_dir: Path) -> Path:
     write_page(
         report,
         title="The stability frontier of Manifold Muon",
-        template="frontier_template.html",
+        template=Path(__file__).parent / "template.html",
         words={
             **setting(runs[0].facts),
             "margin": runs[0].config["divergence_margin"],

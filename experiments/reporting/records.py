@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from experiments import panels
 from experiments.config import MATRICES, Status, differences
 from experiments.errors import InputError
 from experiments.files import CONFIG, METRICS, RESULT, read_json, read_lines
+from experiments.reporting import panels
 
 _STATUSES = get_args(Status)
 
@@ -136,6 +136,11 @@ def _read_run(run_dir: Path) -> RunRecord:
         result=result,
         damaged_tail=damaged_tail,
     )
+
+
+def final_loss(status: str, validation_loss: float | None) -> float | None:
+    """A run's last validation loss, if it made all its updates."""
+    return validation_loss if status == "finished" else None
 
 
 def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names: str) -> list[str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import panels
 from experiments.config import SOLVERS
-from experiments.records import RunRecord, read_runs
-from experiments.stability import Frontier, Verdict, final_loss
+from experiments.reporting import panels
+from experiments.reporting.records import RunRecord, final_loss, read_runs
+from experiments.studies.frontier.stability import Frontier, Verdict
 
 UNCONSTRAINED = "none"
 CLOSE = 0.1

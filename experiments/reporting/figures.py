@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.panels import Curves, Limits, Styles, step_panel
+from experiments.reporting.panels import Curves, Limits, Styles, step_panel
 
 _NATS = "nats per token"
 _RECOVERED_WITHIN = 0.25  # nats: a curve that ends further above its own best has diverged
