@@ -1,4 +1,4 @@
-"""Command line: `python -m experiments {manifolds,sel,train,report} --help`."""
+"""Command line: `python -m experiments {manifolds,sel,spectral,train,report} --help`."""
 
 import sys
 from collections.abc import Sequence
@@ -7,20 +7,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
 
+import jax
 import tyro
 
-from experiments.config import PRESETS, SOLVERS, Solver, preset
+from experiments.config import PRESETS, SOLVERS, Run, Solver, preset
 from experiments.errors import InputError
 from experiments.studies.frontier import report as frontier_report
 from experiments.studies.frontier.stability import FRONTIER
 from experiments.studies.frontier.study import ASSIGNMENTS, run_frontier
 from experiments.studies.manifolds import report as manifolds_report
 from experiments.studies.manifolds.study import OPTIMIZERS, run_study
+from experiments.studies.named_runs import conclude
 from experiments.studies.sel import calibration_report
 from experiments.studies.sel import report as sel_report
 from experiments.studies.sel.calibration import calibrate as run_calibration
-from experiments.studies.sel.plan import PLAN, SEL_PRESETS, SelStudy
+from experiments.studies.sel.plan import PLAN as SEL_PLAN
+from experiments.studies.sel.plan import SEL_PRESETS, SelStudy
 from experiments.studies.sel.study import run_sel
+from experiments.studies.spectral import report as spectral_report
+from experiments.studies.spectral.plan import PLAN as SPECTRAL_PLAN
+from experiments.studies.spectral.plan import SPECTRAL_PRESETS
+from experiments.studies.spectral.study import run_spectral
 from experiments.train import train as train_run
 
 
@@ -58,13 +65,7 @@ def manifolds(
         seed: Of initialisation, batches and dropout.
     """
     preset_name = preset_name or ("narrow" if frontier else "demo")
-    config = preset(preset_name)
-    config = replace(
-        config,
-        data=replace(config.data, corpus=corpus or config.data.corpus),
-        steps=config.steps if steps is None else steps,
-        seed=seed,
-    )
+    config = replace(_changed(preset(preset_name), corpus, steps), seed=seed)
     if frontier:
         solvers = SOLVERS if solver is None else (solver,)
         run_frontier(
@@ -96,14 +97,40 @@ def sel(
         steps: Updates per run, instead of the preset's; more than its warm-up (20; paper 1000).
     """
     study = SEL_PRESETS[preset_name]
-    base = study.base
-    base = replace(
-        base,
-        data=replace(base.data, corpus=corpus or base.data.corpus),
-        steps=base.steps if steps is None else steps,
-    )
+    base = _changed(study.base, corpus, steps)
     run, name = (run_calibration, "sel-calibration") if calibrate else (run_sel, "sel")
     run(replace(study, base=base), dir or Path("runs") / f"{name}-{preset_name}")
+
+
+def spectral(
+    preset_name: Annotated[Literal["tiny", "paper"], tyro.conf.arg(name="preset")] = "tiny",
+    dir: Path | None = None,
+    corpus: str | None = None,
+    steps: int | None = None,
+) -> None:
+    """Train GPT-2s of several widths in the standard and the spectral parametrisation, and compare them.
+
+    It checks how features grow with the width, and whether the best learning rate stays where it was, under
+    AdamW, SGD and Muon. Started again, it takes up where it was stopped: what has ended is kept.
+
+    Args:
+        preset_name: The models: tiny (2 layers, widths 32 to 256, an hour and a half on two cores), or paper
+            (12 layers, widths 256 to 2048, on OpenWebText).
+        dir: Folder of the study; by default runs/spectral-PRESET.
+        corpus: Text to train on, instead of the preset's (see manifolds).
+        steps: Updates per run, instead of the preset's; more than its warm-up (20; paper 500).
+    """
+    study = SPECTRAL_PRESETS[preset_name]
+    base = _changed(study.base, corpus, steps)
+    run_spectral(replace(study, base=base), dir or Path("runs") / f"spectral-{preset_name}")
+
+
+def _changed(config: Run, corpus: str | None, steps: int | None) -> Run:
+    return replace(
+        config,
+        data=replace(config.data, corpus=corpus or config.data.corpus),
+        steps=config.steps if steps is None else steps,
+    )
 
 
 _SETTINGS = tyro.extras.subcommand_type_from_defaults(
@@ -137,24 +164,35 @@ def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
         dir: Folder of the study.
     """
     study = _report_module(dir)
-    path = study.write_report(dir)
-    print(study.format_table(dir))
-    print(f"Report: {path}")
+    conclude(dir, study.write_report, study.format_table)
 
 
 def _report_module(dir: Path) -> ModuleType:
     if (dir / FRONTIER).exists():
         return frontier_report
-    if (dir / PLAN).exists():
+    if (dir / SPECTRAL_PLAN).exists():
+        return spectral_report
+    if (dir / SEL_PLAN).exists():
         return {"grid": sel_report, "calibration": calibration_report}[SelStudy.load(dir)[1]]
     return manifolds_report
 
 
+def _keep_compiled() -> None:
+    """Has JAX keep what it compiles, unless it is told where already.
+
+    A study's runs share most of their programs, and a run that is taken up again all of them.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", "runs/compiled")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; bad input ends with its message and exit code 2."""
+    _keep_compiled()
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"manifolds": manifolds, "sel": sel, "train": train, "report": report},
+            {"manifolds": manifolds, "sel": sel, "spectral": spectral, "train": train, "report": report},
             prog="python -m experiments",
             args=arguments,
             description="GPT-2 experiments on the geometry of weights.",

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from experiments.errors import InputError
 from sel_jax import WIDTH_FACTOR
 
-ADAMW = "adamw"
+ADAMW, SGD = "adamw", "sgd"
 MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
 """The blocks' matrices, which Muon trains."""
 Status = Literal["finished", "diverged", "non-finite"]
@@ -47,9 +47,19 @@ class Model:
     """Precision of activations and products; parameters stay float32."""
     remat: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
+    parametrization: Literal["standard", "spectral"] = "standard"
+    """GPT-2's own initial weights and rates, or those with the same best rates at every width."""
+    base_width: int = 128
+    """spectral: the width at which learning rates are tuned, and where they are what is typed."""
+    base_heads: int = 4
+    """spectral: heads at that width; the width grows their number, their size, or both."""
+    embedding_std: float = 0.1
+    """spectral: of the embeddings' initial entries, which their learning rate is relative to."""
+    output_scale: float = 1.0
+    """spectral, tied: factor on the logits, which fall as 1 / width from the base on."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "heads", "width"):
+        for name in ("vocab_size", "layers", "heads", "width", "base_width", "base_heads"):
             _require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
         # Over a single token there is no attention to train, nor to probe.
         _require(self.context >= 2, f"model.context must be at least 2, got {self.context}")
@@ -58,7 +68,24 @@ class Model:
             f"model.width {self.width} is not divisible by model.heads {self.heads}: "
             "choose heads so that every head has the same whole number of features",
         )
+        _require(
+            self.base_width % self.base_heads == 0,
+            f"model.base_width {self.base_width} is not divisible by model.base_heads {self.base_heads}",
+        )
         _require(0 <= self.dropout < 1, f"model.dropout must be in [0, 1), got {self.dropout}")
+        for name in ("embedding_std", "output_scale"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"model.{name} must be positive and finite, got {value}")
+
+    @property
+    def spectral(self) -> bool:
+        """Whether sizes and rates follow the spectral parametrisation."""
+        return self.parametrization == "spectral"
+
+    @property
+    def base(self) -> "Model":
+        """The same model at the width where rates are tuned."""
+        return replace(self, width=self.base_width, heads=self.base_heads)
 
 
 @dataclass(frozen=True)
@@ -89,12 +116,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW for everything, or Manifold Muon on the blocks' matrices with AdamW for the rest."""
+    """AdamW or SGD for everything, or Manifold Muon on the blocks' matrices with AdamW for the rest."""
 
     name: str = "hetero"
-    """`adamw`, or an assignment of manifolds: none, stiefel, dgram, oblique, hetero, hetero-inv."""
+    """`adamw`, `sgd`, or an assignment of manifolds: none, stiefel, dgram, oblique, hetero, hetero-inv."""
     learning_rate: float = 6e-4
-    """AdamW's peak rate."""
+    """AdamW's or SGD's peak rate."""
     final_fraction: float = 0.1
     """Every rate ends its cosine at this fraction of its peak."""
     warmup_steps: int = 20
@@ -108,7 +135,7 @@ class Optimizer:
     muon_learning_rate: float = 0.02
     """Muon's peak rate: the spectral norm of its largest step."""
     momentum: float = 0.95
-    """Muon's, in the Nesterov form."""
+    """Muon's and SGD's, in the Nesterov form."""
     solver: Solver = "gram"
     """Of the tangent step: `gram` is ours, `dual_ascent` the paper's."""
     tolerance: float = 1e-2
@@ -194,6 +221,8 @@ class Run:
     """Steps between checkpoints."""
     log_every: int = 10
     """Steps between two reads of the loss from the device; every step's loss is recorded all the same."""
+    alignment: bool = False
+    """Record at every evaluation how the inputs of the blocks' matrices lie to them: slow for large ones."""
     divergence_margin: float = 1.0
     """A validation loss this far (nats) above the run's best ends the run as diverged."""
     seed: int = 0
@@ -210,16 +239,26 @@ class Run:
             self.optimizer.warmup_steps < self.steps,
             f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be less than steps {self.steps}",
         )
-        if self.sel.on:
-            self._check_sel()
+        self._check_combination()
 
-    def _check_sel(self) -> None:
+    def _check_combination(self) -> None:
         name = self.optimizer.name
-        _require(
-            name in (ADAMW, "none"),
-            f"optimizer.name {name!r} holds matrices on a manifold, which raw weights do not have: "
-            f"with sel.on choose {ADAMW} or none",
-        )
+        if self.sel.on:
+            _require(
+                name in (ADAMW, "none"),
+                f"optimizer.name {name!r} holds matrices on a manifold, which raw weights do not have, or is "
+                f"not one that SEL is trained by: with sel.on choose {ADAMW} or none",
+            )
+            _require(
+                not self.model.spectral,
+                "sel.on and model.parametrization spectral both set the initial weights: choose one of them",
+            )
+        if self.model.spectral:
+            _require(
+                name in (ADAMW, SGD, "none"),
+                f"optimizer.name {name!r} puts matrices on a manifold, whatever their width: with "
+                f"model.parametrization spectral choose {ADAMW}, {SGD} or none",
+            )
 
     def with_optimizer(self, name: str) -> "Run":
         """The same run under another optimizer."""

@@ -13,8 +13,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from experiments.config import Model
+from spectral import Role, gaussian_sigma, spectral_normal
 
 INIT_STD = 0.02
+"""Of GPT-2's own initial entries, embeddings and matrices alike."""
+_FANS = {"attn/c_attn": (1, 3), "attn/c_proj": (1, 1), "mlp/c_fc": (1, 4), "mlp/c_proj": (4, 1)}
 
 
 def _dot(
@@ -38,25 +41,47 @@ def _dot(
 _head_dot = functools.partial(_dot, result_dtype=jnp.float32)
 
 
-def _dense(config: Model, features: int, std: float, name: str) -> nn.Dense:
+def _dense(config: Model, matrix: str) -> nn.Dense:
+    _, name = matrix.split("/")
     return nn.Dense(
-        features,
+        _FANS[matrix][1] * config.width,
         use_bias=config.bias,
         dtype=config.compute_dtype,
-        kernel_init=nn.initializers.normal(std),
+        kernel_init=nn.initializers.normal(initial_std(config, matrix)),
         dot_general=_dot,
         name=name,
     )
 
 
-def _residual_std(config: Model) -> float:
-    # 2 * layers branches add up in the residual stream.
-    return INIT_STD / (2 * config.layers) ** 0.5
-
-
 def initial_std(config: Model, matrix: str) -> float:
     """Standard deviation of the initial entries of a matrix of the blocks, `attn/c_attn` and so on."""
-    return _residual_std(config) if matrix.endswith("c_proj") else INIT_STD
+    fan_in, fan_out = (ratio * config.width for ratio in _FANS[matrix])
+    std = gaussian_sigma(Role.MATRIX, fan_in, fan_out) if config.spectral else INIT_STD
+    # 2 * layers branches add up in the residual stream.
+    return std / (2 * config.layers) ** 0.5 if matrix.endswith("c_proj") else std
+
+
+def attention_scale(config: Model) -> float:
+    """What queries' products with keys are multiplied by.
+
+    1 / sqrt(K), which suits the random queries and keys of the start; in the spectral parametrisation it is
+    that at the base's head size and falls as 1 / K from there, as trained queries and keys align.
+
+    Source: arXiv:2203.03466, section 5.
+    """
+    size = config.width // config.heads
+    if not config.spectral:
+        return size**-0.5
+    return (config.base_width // config.base_heads) ** 0.5 / size
+
+
+def output_multiplier(config: Model) -> float:
+    """What a tied head's products are multiplied by: in the spectral parametrisation, base width / width.
+
+    The embedding has entries of a size that does not depend on the width, so that trained logits, sums over
+    the width, would grow with it. Those at the start, sums of random signs, shrink by design.
+    """
+    return config.output_scale * config.base_width / config.width if config.spectral else 1.0
 
 
 def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
@@ -67,7 +92,9 @@ def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; sows its projected `query` and `key` (B, T, H, K) into "probes".
+    """Causal self-attention.
+
+    It sows its projected `query` and `key` (B, T, H, K) into "probes", and what its matrices are given.
 
     Dropout acts on the output only: `jax.nn.dot_product_attention` has none for the probabilities.
     """
@@ -78,20 +105,23 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> Array:
         config = self.config
-        qkv_BxTx3D = _dense(config, 3 * config.width, INIT_STD, "c_attn")(x_BxTxD)
+        self.sow("probes", "c_attn_input", x_BxTxD)
+        qkv_BxTx3D = _dense(config, "attn/c_attn")(x_BxTxD)
         heads = (*x_BxTxD.shape[:2], config.heads, config.width // config.heads)
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (x.reshape(heads) for x in jnp.split(qkv_BxTx3D, 3, axis=-1))
         self.sow("probes", "query", q_BxTxHxK)
         self.sow("probes", "key", k_BxTxHxK)
-        y_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True)
-        y_BxTxD = _dense(config, config.width, _residual_std(config), "c_proj")(
-            y_BxTxHxK.reshape(x_BxTxD.shape)
+        y_BxTxHxK = jax.nn.dot_product_attention(
+            q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, scale=attention_scale(config)
         )
+        y_BxTxD = y_BxTxHxK.reshape(x_BxTxD.shape)
+        self.sow("probes", "c_proj_input", y_BxTxD)
+        y_BxTxD = _dense(config, "attn/c_proj")(y_BxTxD)
         return nn.Dropout(config.dropout, deterministic=self.deterministic)(y_BxTxD)
 
 
 class MLP(nn.Module):
-    """The position-wise network, four times as wide inside."""
+    """The position-wise network, four times as wide inside; sows what its matrices are given."""
 
     config: Model
     deterministic: bool
@@ -99,14 +129,16 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> Array:
         config = self.config
-        h_BxTxF = _dense(config, 4 * config.width, INIT_STD, "c_fc")(x_BxTxD)
+        self.sow("probes", "c_fc_input", x_BxTxD)
+        h_BxTxF = _dense(config, "mlp/c_fc")(x_BxTxD)
         h_BxTxF = jax.nn.gelu(h_BxTxF, approximate=config.gelu == "tanh")
-        y_BxTxD = _dense(config, config.width, _residual_std(config), "c_proj")(h_BxTxF)
+        self.sow("probes", "c_proj_input", h_BxTxF)
+        y_BxTxD = _dense(config, "mlp/c_proj")(h_BxTxF)
         return nn.Dropout(config.dropout, deterministic=self.deterministic)(y_BxTxD)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
+    """Attention and MLP, each normalised before and added to the residual stream; sows it as `stream`."""
 
     config: Model
     deterministic: bool
@@ -116,6 +148,7 @@ class Block(nn.Module):
         config = self.config
         x_BxTxD += Attention(config, self.deterministic, name="attn")(_layer_norm(config, "ln_1")(x_BxTxD))
         x_BxTxD += MLP(config, self.deterministic, name="mlp")(_layer_norm(config, "ln_2")(x_BxTxD))
+        self.sow("probes", "stream", x_BxTxD)
         return x_BxTxD, None
 
 
@@ -123,8 +156,9 @@ class GPT2(nn.Module):
     """GPT-2: `GPT2(config).apply({"params": params}, tokens)` gives next-token logits.
 
     Every parameter of the blocks, under `h`, has a leading layer axis. With `mutable=["probes"]` the
-    result is `(logits, {"probes": ...})`, where `probes["h"]["attn"]["query"]` and `["key"]` are
-    1-tuples of arrays (layers, B, T, H, K).
+    result is `(logits, {"probes": ...})`, where `probes["h"]` has, as 1-tuples of arrays with a leading
+    layer axis, the blocks' `stream` (B, T, D), the `query` and `key` (B, T, H, K) of `attn`, and the input
+    of every matrix, such as `["mlp"]["c_proj_input"]` (B, T, F).
     """
 
     config: Model
@@ -153,7 +187,7 @@ class GPT2(nn.Module):
             nn.Embed,
             features=config.width,
             dtype=config.compute_dtype,
-            embedding_init=nn.initializers.normal(INIT_STD),
+            embedding_init=nn.initializers.normal(config.embedding_std if config.spectral else INIT_STD),
         )
         wte = embed(config.vocab_size, name="wte")
         x_BxTxD = wte(tokens_BxT) + embed(config.context, name="wpe")(jnp.arange(length))
@@ -169,12 +203,14 @@ class GPT2(nn.Module):
         x_BxTxD, _ = blocks(config, deterministic, name="h")(x_BxTxD)
         x_BxTxD = _layer_norm(config, "ln_f")(x_BxTxD)
         if config.tied:
-            return _head_dot(x_BxTxD, wte.embedding.T.astype(config.compute_dtype))
+            return _head_dot(
+                output_multiplier(config) * x_BxTxD, wte.embedding.T.astype(config.compute_dtype)
+            )
         return nn.Dense(
             config.vocab_size,
             use_bias=False,
             dtype=config.compute_dtype,
-            kernel_init=nn.initializers.normal(INIT_STD),
+            kernel_init=spectral_normal() if config.spectral else nn.initializers.normal(INIT_STD),
             dot_general=_head_dot,
             name="lm_head",
         )(x_BxTxD)
@@ -184,7 +220,8 @@ def init_params(config: Model, key: Array) -> dict[str, Any]:
     """GPT-2's initial parameters, float32.
 
     Gaussians of standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the projections into the
-    residual stream; zero biases and unit gains.
+    residual stream; zero biases and unit gains. In the spectral parametrisation, matrices have spectral norms
+    of about sqrt(fan_out / fan_in), over sqrt(2 * layers) for those projections.
 
     Args:
       config: the model's shape.

@@ -4,27 +4,34 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
 from jaxtyping import Array
 
-from experiments.config import ADAMW, MATRICES, Optimizer, Run
+from experiments.config import ADAMW, MATRICES, SGD, Optimizer, Run
 from experiments.errors import InputError
+from experiments.model import init_params
 from manifold_muon import (
     DGram,
     DualAscent,
     GramSolver,
     Manifold,
     Solver,
+    Unconstrained,
     manifold_muon,
     muon_states,
     named_assignment,
     project_params,
+    scale_by_manifold_muon,
 )
 from manifold_muon import constraint_violations as violations_by_path
 from sel_jax import SCALES, annealed, decay_mask, default_beta, reparametrize, scale_rates
+from spectral import spectral_adamw, spectral_muon, spectral_sgd
 from spectral.paths import map_named, named_leaves
 
 _STACK = "h/"
+STACKED = (f"{_STACK}*",)
+"""Glob patterns on the paths of the parameters whose first axis is the blocks' layers."""
 
 
 def learning_rate_schedule(config: Run, peak: float | None = None) -> optax.Schedule:
@@ -47,16 +54,16 @@ def learning_rate_schedule(config: Run, peak: float | None = None) -> optax.Sche
 
 
 def manifolds(config: Run) -> dict[str, Manifold]:
-    """Glob pattern -> manifold of the run's block matrices; AdamW's are unconstrained.
+    """Glob pattern -> manifold of the run's block matrices; AdamW's and SGD's are unconstrained.
 
     Raises:
-      InputError: the optimizer's name is neither `adamw` nor an assignment.
+      InputError: the optimizer's name is neither `adamw` nor `sgd` nor an assignment.
     """
     name = config.optimizer.name
     try:
-        named = named_assignment("none" if name == ADAMW else name)
+        named = named_assignment("none" if name in (ADAMW, SGD) else name)
     except ValueError as error:
-        raise InputError(f"optimizer.name: {error} (or {ADAMW})") from error
+        raise InputError(f"optimizer.name: {error} (or {ADAMW}, {SGD})") from error
     retraction = config.optimizer.dgram_retraction
     return {
         pattern: replace(manifold, retraction=retraction) if isinstance(manifold, DGram) else manifold
@@ -86,40 +93,66 @@ def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
 
 
 def make_optimizer(config: Run) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, or Manifold Muon with AdamW for all but the block matrices.
+    """Clipping by global norm, then AdamW, SGD, or Manifold Muon with AdamW for all but the block matrices.
 
-    With SEL, the scales' own rates come last.
+    In the spectral parametrisation rates are those of the base width. With SEL, the scales' own rates come
+    last.
     """
-    settings, sel = config.optimizer, config.sel
-    adam = learning_rate_schedule(config)
-    if settings.name == ADAMW:
-        rest = optax.adamw(
-            adam,
-            settings.adam_beta1,
-            settings.adam_beta2,
-            weight_decay=settings.weight_decay,
-            mask=_decays,
-        )
-    else:
-        # Under SEL it is the raw weights that take the matrices' place.
-        suffix = "/raw" if sel.on else ""
-        rest = manifold_muon(
-            learning_rate_schedule(config, settings.muon_learning_rate),
-            {pattern + suffix: manifold for pattern, manifold in manifolds(config).items()},
-            adam_learning_rate=adam,
-            momentum=settings.momentum,
-            solver=_solver(settings),
-            weight_decay=settings.weight_decay,
-            adam_b1=settings.adam_beta1,
-            adam_b2=settings.adam_beta2,
-            adam_weight_decay=settings.weight_decay,
-            adam_weight_decay_mask=_decays,
-        )
-    chain = [optax.clip_by_global_norm(settings.clip_norm), rest]
+    sel = config.sel
+    rest = _spectral(config) if config.model.spectral else _standard(config)
+    chain = [optax.clip_by_global_norm(config.optimizer.clip_norm), rest]
     if sel.on and sel.annealed:
         rates = annealed(config.steps, (sel.e_first, sel.e_last), (sel.m_first, sel.m_last))
         chain.append(scale_rates(rates))
     return optax.chain(*chain)
+
+
+def _standard(config: Run) -> optax.GradientTransformation:
+    settings, rate = config.optimizer, learning_rate_schedule(config)
+    betas = {"b1": settings.adam_beta1, "b2": settings.adam_beta2}
+    if settings.name == ADAMW:
+        return optax.adamw(rate, **betas, weight_decay=settings.weight_decay, mask=_decays)
+    if settings.name == SGD:
+        return optax.chain(
+            optax.trace(settings.momentum, nesterov=True),
+            optax.add_decayed_weights(settings.weight_decay, _decays),
+            optax.scale_by_learning_rate(rate),
+        )
+    # Under SEL it is the raw weights that take the matrices' place.
+    suffix = "/raw" if config.sel.on else ""
+    return manifold_muon(
+        learning_rate_schedule(config, settings.muon_learning_rate),
+        {pattern + suffix: manifold for pattern, manifold in manifolds(config).items()},
+        adam_learning_rate=rate,
+        momentum=settings.momentum,
+        solver=_solver(settings),
+        weight_decay=settings.weight_decay,
+        **{f"adam_{name}": value for name, value in betas.items()},
+        adam_weight_decay=settings.weight_decay,
+        adam_weight_decay_mask=_decays,
+    )
+
+
+def _spectral(config: Run) -> optax.GradientTransformation:
+    settings, rate = config.optimizer, learning_rate_schedule(config)
+    betas = {"b1": settings.adam_beta1, "b2": settings.adam_beta2}
+
+    def base() -> Any:
+        return init_params(config.model.base, jax.random.key(0))  # of which only the shapes are evaluated
+
+    common = {"base": base, "stacked": STACKED, "weight_decay": settings.weight_decay, "mask": _decays}
+    if settings.name == ADAMW:
+        return spectral_adamw(rate, **betas, **common)
+    if settings.name == SGD:
+        return spectral_sgd(rate, momentum=settings.momentum, nesterov=True, **common)
+    return spectral_muon(
+        learning_rate_schedule(config, settings.muon_learning_rate),
+        adam_learning_rate=rate,
+        direction=scale_by_manifold_muon({"*": Unconstrained()}, momentum=settings.momentum),
+        **{f"adam_{name}": value for name, value in betas.items()},
+        adam_weight_decay=settings.weight_decay,
+        **common,
+    )
 
 
 def _solver(settings: Optimizer) -> Solver:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from experiments.config import MATRICES, Run
-from experiments.model import GPT2, initial_std
+from experiments.model import GPT2, attention_scale, initial_std
 from experiments.optimizers import constraint_violations
 from manifold_muon import DGram, to_tall
 from sel_jax import effective
+from spectral import alignment, null_space_share
 from spectral.matrix_functions import svd
 
 SATURATED = 0.99
@@ -31,7 +32,8 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
 
     `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
     matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
-    it has none). Reparametrised params are taken at their effective weights.
+    it has none). Where the configuration asks for it, `inputs` has the `input_statistics` of every matrix.
+    Reparametrised params are taken at their effective weights.
     """
 
     def probe(params: Any, tokens_BxT: Array) -> Probes:
@@ -43,12 +45,27 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
         violations = constraint_violations(params, config)
         weights = {}
         for name in MATRICES:
-            module, matrix = name.split("/")
-            kernel = params["h"][module][matrix]["kernel"]
-            weights[name] = {**matrix_statistics(kernel), "violation": violations[name]}
-        return {"attention": attention_statistics(query_LxBxTxHxK, key_LxBxTxHxK), "weights": weights}
+            weights[name] = {**matrix_statistics(_kernel(params, name)), "violation": violations[name]}
+        attention = attention_statistics(query_LxBxTxHxK, key_LxBxTxHxK, attention_scale(config.model))
+        found = {"attention": attention, "weights": weights}
+        if config.alignment:
+            found["inputs"] = {
+                name: input_statistics(_kernel(params, name), _input(sown["probes"], name))
+                for name in MATRICES
+            }
+        return found
 
     return jax.jit(probe)
+
+
+def _kernel(params: Any, name: str) -> Array:
+    module, matrix = name.split("/")
+    return params["h"][module][matrix]["kernel"]
+
+
+def _input(probes: Any, name: str) -> Array:
+    module, matrix = name.split("/")
+    return probes["h"][module][f"{matrix}_input"][0]
 
 
 def make_size_probe(config: Run) -> Callable[[Any], Probes]:
@@ -64,8 +81,7 @@ def make_size_probe(config: Run) -> Callable[[Any], Probes]:
     def probe(params: Any) -> Probes:
         params, found = effective(params), {}
         for name in MATRICES:
-            module, matrix = name.split("/")
-            sizes_LxQ = jax.lax.map(quantiles, params["h"][module][matrix]["kernel"])
+            sizes_LxQ = jax.lax.map(quantiles, _kernel(params, name))
             relative = sizes_LxQ.T / initial_std(config.model, name)
             found[name] = {f"size_{q:g}": sizes for q, sizes in zip(QUANTILES, relative, strict=True)}
         return found
@@ -73,12 +89,13 @@ def make_size_probe(config: Run) -> Callable[[Any], Probes]:
     return jax.jit(probe)
 
 
-def attention_statistics(query_LxBxTxHxK: Array, key_LxBxTxHxK: Array) -> dict[str, Array]:
+def attention_statistics(query_LxBxTxHxK: Array, key_LxBxTxHxK: Array, scale: float) -> dict[str, Array]:
     """Statistics of causal attention, one number per layer; position 0, which sees one key, is left out.
 
     Args:
-      query_LxBxTxHxK: projected queries, T at least 2, before scaling by 1 / sqrt(K).
+      query_LxBxTxHxK: projected queries, T at least 2, before scaling.
       key_LxBxTxHxK: projected keys.
+      scale: of their products (see `attention_scale`).
 
     Returns:
       `max_logit`, the largest absolute scaled logit that the mask lets through; `entropy`, the softmax
@@ -86,13 +103,13 @@ def attention_statistics(query_LxBxTxHxK: Array, key_LxBxTxHxK: Array) -> dict[s
       `jacobian`, the mean Frobenius norm of the softmax's Jacobian diag(p) - p p^T. Each (L,).
     """
     # One layer at a time, because its (B, H, T, T) probabilities are the largest arrays here.
-    return jax.lax.map(lambda layer: _layer_statistics(*layer), (query_LxBxTxHxK, key_LxBxTxHxK))
+    return jax.lax.map(lambda layer: _layer_statistics(*layer, scale), (query_LxBxTxHxK, key_LxBxTxHxK))
 
 
-def _layer_statistics(query_BxTxHxK: Array, key_BxTxHxK: Array) -> dict[str, Array]:
+def _layer_statistics(query_BxTxHxK: Array, key_BxTxHxK: Array, scale: float) -> dict[str, Array]:
     query, key = (x.astype(jnp.float32) for x in (query_BxTxHxK, key_BxTxHxK))
-    length, features = query.shape[1], query.shape[3]
-    logits = jnp.einsum("bthk,bshk->bhts", query, key, precision="highest") / features**0.5
+    length = query.shape[1]
+    logits = scale * jnp.einsum("bthk,bshk->bhts", query, key, precision="highest")
     logits, seen = logits[:, :, 1:], jnp.tri(length, dtype=bool)[1:]
     log_p = jax.nn.log_softmax(jnp.where(seen, logits, -jnp.inf))
     p = jnp.exp(log_p)
@@ -120,6 +137,28 @@ def softmax_jacobian_norm(p: Array) -> Array:
         jnp.square(sum_squares) - jnp.square(squares).sum(axis=-1)
     )
     return jnp.sqrt(jnp.maximum(diagonal + off_diagonal, 0))
+
+
+def input_statistics(kernel_LxIxO: Array, input_LxBxTxI: Array) -> dict[str, Array]:
+    """How a layer's inputs lie to its matrix, one number per layer, means over the inputs.
+
+    Args:
+      kernel_LxIxO: kernels (in, out).
+      input_LxBxTxI: what they are multiplied with.
+
+    Returns:
+      `alignment`, ||W x|| over ||W||_2 ||x||; and `null_space`, the share of ||x||^2 in the null space of W,
+      which is 0 where W has none. Each (L,). Two SVDs a matrix, so slow for large ones.
+    """
+
+    def statistics(layer: tuple[Array, Array]) -> dict[str, Array]:
+        kernel, inputs = layer
+        return {
+            "alignment": alignment(kernel, inputs).mean(),
+            "null_space": null_space_share(kernel, inputs).mean(),
+        }
+
+    return jax.lax.map(statistics, (kernel_LxIxO, input_LxBxTxI))
 
 
 def matrix_statistics(kernel_LxIxO: Array) -> dict[str, Array]:

@@ -84,11 +84,13 @@ def make_train_step(
     count = config.data.accumulation
 
     def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Update]:
-        def accumulate(total: Any, micro_batch: tuple[Array, Array]) -> tuple[Any, None]:
+        def accumulate(total: Any, micro_batch: tuple[Array, Array | None]) -> tuple[Any, None]:
             return optax.tree.add(total, loss_and_gradient(state.params, *micro_batch)), None
 
-        step_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        micro_batches = tokens.reshape(count, -1, tokens.shape[-1]), jax.random.split(step_key, count)
+        keys = None  # Without dropout the compiled step does not hold the seed: a cache serves all seeds.
+        if config.model.dropout:
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step), count)
+        micro_batches = tokens.reshape(count, -1, tokens.shape[-1]), keys
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
         total, _ = jax.lax.scan(accumulate, zeros, micro_batches)
         loss, gradient = jax.tree.map(lambda x: x / count, total)

@@ -4,6 +4,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from hypothesis import settings
+
+# The same examples in every run; `pytest --hypothesis-profile=default` draws others.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+
 # OpenBLAS's threads and XLA's own wait for each other in every SVD on the CPU.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from experiments.benchmarks.flops import Flops, Loop, count_flops
 from experiments.benchmarks.jaxprs import choices, live
@@ -28,6 +29,17 @@ class Position(NamedTuple):
     params: Any
     state: Any
     gradient: Any
+
+    def of_layers(self, layers: Sequence[int]) -> "Position":
+        """The same of a model that has these of the blocks alone."""
+        chosen = np.array(layers)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf[chosen] if _of_blocks(path) else leaf, self
+        )
+
+
+def _of_blocks(path: jax.tree_util.KeyPath) -> bool:
+    return "h" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
 
 
 def measured_step(contender: Contender, position: Position, platform: str) -> Measured:

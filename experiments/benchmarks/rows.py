@@ -85,10 +85,11 @@ def full_row(
       row: its times.
       racer: the optimiser, before its next step.
       gradient: at its parameters.
-      layers: whose directions are judged.
+      layers: whose directions are judged, and on which is counted how often loops run here.
       on_accelerator: see `costs.measured_step`.
     """
-    contender, position = racer.contender, Position(racer.params, racer.state, gradient)
+    contender = racer.contender
+    position = Position(racer.params, racer.state, gradient).of_layers(layers)
     here = step_flops(contender, racer.params, HERE, measured_step(contender, position, HERE))
     accelerator = step_flops(contender, racer.params, ACCELERATOR, on_accelerator)
     row = replace(
@@ -100,7 +101,7 @@ def full_row(
     )
     if contender.directions is None:
         return row
-    judged = _judged(contender, position, layers)
+    judged = _judged(contender, position)
     achieved = [quality.achieved for quality in judged]
     violations = constraint_violations(racer.params, contender.assignment)
     return replace(
@@ -112,14 +113,15 @@ def full_row(
     )
 
 
-def _judged(contender: Contender, position: Position, layers: Sequence[int]) -> list[Quality]:
+def _judged(contender: Contender, position: Position) -> list[Quality]:
     found = jax.jit(contender.directions)(position.gradient, position.state, position.params)
     params = dict(named_leaves(position.params))
     qualities = []
     for name, assigned in assign(position.params, contender.assignment).items():
         g, a, w = (np.asarray(to_tall(x)) for x in (found.g[name], found.a[name], params[name]))
         manifold = assigned.manifold.with_radius(1.0)
-        qualities += [judge(g[i], a[i] / assigned.radius, w[i] / assigned.radius, manifold) for i in layers]
+        each = zip(g, a / assigned.radius, w / assigned.radius, strict=True)
+        qualities += [judge(*matrices, manifold) for matrices in each]
     return qualities
 
 

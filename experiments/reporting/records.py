@@ -143,6 +143,11 @@ def final_loss(status: str, validation_loss: float | None) -> float | None:
     return validation_loss if status == "finished" else None
 
 
+def loss_of(run: RunRecord) -> float | None:
+    """A run's final loss, if it made all its updates."""
+    return final_loss(run.result["status"], run.final) if run.result else None
+
+
 def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names: str) -> list[str]:
     """What a reader must know before comparing runs: cut metrics, and differences that no one asked for.
 
@@ -175,3 +180,8 @@ def _number(value: float | None) -> float:
 def finite(values: np.ndarray) -> list[float]:
     """The finite numbers, as floats."""
     return [float(value) for value in values if np.isfinite(value)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return float(np.mean(values)) if values else None

@@ -1,5 +1,6 @@
 """What studies with many short runs share."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from experiments.config import Run
@@ -20,3 +21,13 @@ def train_named(config: Run, run_dir: Path, corpus: Corpus, progress: bool) -> f
     shown = "not finite" if loss is None else f"{loss:.4f}"
     print(f"{run_dir.name}: {result.status}, validation loss {shown}", flush=True)
     return final_loss(result.status, loss)
+
+
+def conclude(
+    study_dir: Path, write_report: Callable[[Path], Path], format_table: Callable[[Path], str]
+) -> Path:
+    """Writes a study's report, prints its table and where the report is, and gives that path."""
+    report = write_report(study_dir)
+    print(format_table(study_dir))
+    print(f"Report: {report}")
+    return report

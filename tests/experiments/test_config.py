@@ -92,6 +92,20 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Sel(width_factor=0.0), "sel.width_factor must be positive and finite, got 0.0"),
         (lambda: Sel(m_last=-1.0), "sel.m_last must be finite and not negative"),
         (lambda: Run(sel=Sel(on=True)), "'hetero' holds matrices on a manifold.*choose adamw or none"),
+        (lambda: Model(base_heads=3), "base_width 128 is not divisible by model.base_heads 3"),
+        (lambda: Model(embedding_std=0.0), "model.embedding_std must be positive and finite"),
+        (lambda: Model(output_scale=float("nan")), "model.output_scale must be positive and finite"),
+        (
+            lambda: Run(model=Model(parametrization="spectral")),
+            "'hetero' puts matrices on a manifold.*choose adamw, sgd",
+        ),
+        (
+            lambda: Run(
+                model=Model(parametrization="spectral"), optimizer=Optimizer(name="adamw"), sel=Sel(on=True)
+            ),
+            "both set the initial weights",
+        ),
+        (lambda: Run(optimizer=Optimizer(name="sgd"), sel=Sel(on=True)), "'sgd' .*choose adamw or none"),
         (lambda: preset("huge"), "unknown preset 'huge': choose one of demo, tiny, narrow, gpt2-small"),
     ],
 )

@@ -61,7 +61,7 @@ def numpy_gpt2(config: Model, params, tokens):
             features = slice(head * head_size, (head + 1) * head_size)
             for t in range(length):
                 logits = np.einsum("bk,bsk->bs", query[:, t, features], key[:, : t + 1, features])
-                unnormalised = np.exp(logits / np.sqrt(head_size))
+                unnormalised = np.exp(logits * numpy_attention_scale(config))
                 row = unnormalised / unnormalised.sum(-1, keepdims=True)
                 weights[:, head, t, : t + 1] = row
                 mixed[:, t, features] = np.einsum("bs,bsk->bk", row, value[:, : t + 1, features])
@@ -69,13 +69,27 @@ def numpy_gpt2(config: Model, params, tokens):
         x = x + linear(mixed, h["attn"]["c_proj"])
         x = x + linear(gelu(linear(norm(x, h["ln_2"]), h["mlp"]["c_fc"])), h["mlp"]["c_proj"])
     head = p["wte"]["embedding"].T if config.tied else p["lm_head"]["kernel"]
-    return norm(x, p["ln_f"]) @ head, attention
+    multiplier = 1
+    if config.parametrization == "spectral" and config.tied:
+        multiplier = config.output_scale * config.base_width / config.width
+    return multiplier * (norm(x, p["ln_f"]) @ head), attention
+
+
+def numpy_attention_scale(config: Model) -> float:
+    head_size = config.width / config.heads
+    if config.parametrization == "standard":
+        return 1 / np.sqrt(head_size)
+    return np.sqrt(config.base_width / config.base_heads) / head_size
 
 
 VARIANTS = {
     "plain": SMALL,
     "untied-bias-tanh": replace(SMALL, tied=False, bias=True, gelu="tanh"),
     "epsilon": replace(SMALL, layer_norm_epsilon=0.1, heads=4, remat=True),
+    "spectral": replace(
+        SMALL, parametrization="spectral", base_width=4, base_heads=2, output_scale=0.7, bias=True
+    ),
+    "spectral-untied": replace(SMALL, parametrization="spectral", base_width=8, base_heads=1, tied=False),
 }
 
 
@@ -89,7 +103,7 @@ def test_equals_numpy(config):
     probes = collected["probes"]["h"]["attn"]
     (query,), (key,) = probes["query"], probes["key"]
     chex.assert_shape([query, key], (2, 3, 12, config.heads, 16 // config.heads))
-    scores = np.einsum("lbthk,lbshk->lbhts", query, key) / np.sqrt(16 / config.heads)
+    scores = np.einsum("lbthk,lbshk->lbhts", query, key) * numpy_attention_scale(config)
     scores = np.where(np.tril(np.ones((12, 12), bool)), scores, -np.inf)
     np.testing.assert_allclose(jax.nn.softmax(scores), attention, rtol=0, atol=1e-5)
 
@@ -145,11 +159,38 @@ def test_initialisation_follows_gpt2():
             assert abs(np.corrcoef(rows[:2])[0, 1]) < 0.5, name
 
 
-def test_initial_loss_is_that_of_uniform_guesses():
-    config = replace(SMALL, vocab_size=256)
+@pytest.mark.parametrize("width", [64, 256])
+def test_spectral_initialisation(width):
+    config = Model(
+        context=32, layers=3, heads=2, width=width, bias=True, tied=False, parametrization="spectral"
+    )
+    params = init_params(config, jax.random.key(3))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.endswith("kernel"):
+            branches = 6 if "c_proj" in name else 1
+            target = np.sqrt(leaf.shape[-1] / leaf.shape[-2] / branches)
+            norms = np.linalg.norm(leaf, 2, axis=(-2, -1))
+            np.testing.assert_allclose(norms, target, rtol=0.1, err_msg=name)
+        elif name.endswith("embedding"):
+            np.testing.assert_allclose(np.std(leaf), config.embedding_std, rtol=0.05, err_msg=name)
+        else:
+            assert (leaf == name.endswith("scale")).all(), name
+
+
+def test_spectral_is_standard_at_the_base_but_for_the_start():
+    config = replace(SMALL, base_width=SMALL.width, base_heads=SMALL.heads)
+    params = random_params(config)
+    logits = [apply(replace(config, parametrization=p), params, TOKENS) for p in ("standard", "spectral")]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("parametrization", ["standard", "spectral"])
+def test_initial_loss_is_that_of_uniform_guesses(parametrization):
+    config = replace(SMALL, vocab_size=256, parametrization=parametrization, base_width=16, base_heads=2)
     logits = apply(config, init_params(config, jax.random.key(1)), TOKENS)
     loss = -jax.nn.log_softmax(logits)[..., 5].mean()
-    np.testing.assert_allclose(loss, np.log(256), rtol=0.01)
+    np.testing.assert_allclose(loss, np.log(256), rtol=0.01 if parametrization == "standard" else 0.1)
 
 
 def test_later_tokens_do_not_change_earlier_logits():

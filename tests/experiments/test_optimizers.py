@@ -158,6 +158,54 @@ def test_rates_of_the_first_step() -> None:
     np.testing.assert_allclose(jnp.abs(updates["wte"]["embedding"]), 6e-4 / 5, rtol=1e-2)
 
 
+def spectral(run: Run, **model) -> Run:
+    return replace(run, model=replace(run.model, parametrization="spectral", **model))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
+def test_spectral_is_standard_at_the_base(name: str) -> None:
+    run = RUN.with_optimizer(name)
+    params = init_params(run.model, jax.random.key(0))
+    updates = []
+    for each in (run, spectral(run, base_width=8, base_heads=2)):
+        optimizer, state = make_optimizer(each), None
+        state = optimizer.init(params)
+        for scale in (1.0, 0.3):
+            moved, state = optimizer.update(jax.tree.map(lambda x: scale * (x + 1), params), state, params)  # noqa: B023
+        updates.append(moved)
+    # Muon's matrix signs are in other stacks, so equal to their rounding.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-7), *updates)
+
+
+@pytest.mark.parametrize(
+    ("name", "matrix", "readout", "embedding", "vector"),
+    [("adamw", 1 / 4, 1 / 4, 1, 1), ("sgd", 1, 1 / 4, 4, 4), ("none", 1, 1 / 4, 1, 1)],
+)
+def test_rates_at_four_times_the_base(name, matrix, readout, embedding, vector) -> None:
+    """Against the same gradients at the base width itself; no decay, a loose clip."""
+    settings = replace(RUN.optimizer, name=name, weight_decay=0.0, clip_norm=1e9)
+    wide = spectral(replace(RUN, optimizer=settings), width=32, base_width=8, base_heads=2)
+    (_, updates), (_, same) = (
+        first_update(wide),
+        first_update(replace(wide, model=replace(wide.model, base_width=32))),
+    )
+    found = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a) / jnp.linalg.norm(b)), updates, same)
+    expected = {"kernel": matrix, "embedding": embedding, "scale": vector, "bias": vector}
+    for path, ratio in named_leaves(found):
+        factor = readout if path == "lm_head/kernel" else expected[path.split("/")[-1]]
+        np.testing.assert_allclose(ratio, factor, rtol=1e-3, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
+def test_spectral_decay_has_the_rate_alone(name: str) -> None:
+    run = spectral(RUN.with_optimizer(name), width=32, base_width=8, base_heads=2)
+    off = replace(run, optimizer=replace(run.optimizer, weight_decay=0.0))
+    (params, decayed), (_, plain) = first_update(run), first_update(off)
+    rate = 0.02 if name == "none" else 6e-4
+    found = (decayed["h"]["mlp"]["c_fc"]["kernel"] - plain["h"]["mlp"]["c_fc"]["kernel"]) / (rate / 5)
+    np.testing.assert_allclose(found, -0.1 * params["h"]["mlp"]["c_fc"]["kernel"], rtol=1e-2, atol=2e-5)
+
+
 def under_sel(name: str = "adamw", **settings) -> Run:
     return replace(RUN.with_optimizer(name), sel=Sel(on=True, **settings))
 

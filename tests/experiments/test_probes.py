@@ -1,5 +1,7 @@
 """Probes against float64 NumPy that follows the definitions letter by letter."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from experiments.optimizers import prepare_params
 from experiments.probes import (
     MATRICES,
     attention_statistics,
+    input_statistics,
     make_probe,
     make_size_probe,
     matrix_statistics,
@@ -49,7 +52,8 @@ def test_attention_statistics(rng):
     # From nearly uniform attention to mostly saturated.
     scales = np.array([0.1, 1.0, 6.0]).reshape(3, 1, 1, 1, 1)
     query, key = (scales * rng.standard_normal((3, 2, 9, 2, 4)) for _ in range(2))
-    found = jax.device_get(jax.jit(attention_statistics)(np.float32(query), np.float32(key)))
+    statistics = jax.jit(partial(attention_statistics, scale=0.5))  # 1 / sqrt(4 features)
+    found = jax.device_get(statistics(np.float32(query), np.float32(key)))
     for layer in range(3):
         expected = attention_oracle(query[layer], key[layer])
         for name, number in expected.items():
@@ -113,11 +117,27 @@ def test_a_zero_column_gives_finite_numbers():
     assert np.isfinite(matrix_statistics(kernel)["gram_off_diagonal"]).all()
 
 
+@pytest.mark.parametrize("shape", [(12, 4), (4, 12)])
+def test_input_statistics(rng, shape):
+    kernels, inputs = rng.standard_normal((2, *shape)), rng.standard_normal((2, 3, 5, shape[0]))
+    inputs[1] = inputs[1] @ kernels[1] @ kernels[1].T  # none in its null space
+    found = jax.device_get(jax.jit(input_statistics)(np.float32(kernels), np.float32(inputs)))
+    for layer, (kernel, x) in enumerate(zip(kernels, inputs, strict=True)):
+        norms = np.linalg.norm(x, axis=-1)
+        ratio = np.linalg.norm(x @ kernel, axis=-1) / norms / np.linalg.norm(kernel, 2)
+        np.testing.assert_allclose(found["alignment"][layer], ratio.mean(), rtol=1e-5)
+        inside = x @ kernel @ np.linalg.pinv(kernel)  # projected on what the matrix sees
+        share = 1 - (np.linalg.norm(inside, axis=-1) / norms) ** 2
+        np.testing.assert_allclose(found["null_space"][layer], share.mean(), atol=1e-6)
+    assert (found["null_space"][0] > 0.4) == (shape[0] > shape[1]) and found["null_space"][1] < 1e-6
+
+
 def test_make_probe_sees_the_models_own_queries_and_keys(rng):
     config = Run(
         model=Model(context=8, layers=2, heads=2, width=16),
         optimizer=Optimizer(name="adamw", warmup_steps=2),
         steps=4,
+        alignment=True,
     )
     params = jax.tree.map(lambda x: 10 * x, init_params(config.model, jax.random.key(0)))
     tokens = rng.integers(0, 256, (3, 8))
@@ -127,11 +147,16 @@ def test_make_probe_sees_the_models_own_queries_and_keys(rng):
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     x = wide["wte"]["embedding"][tokens] + wide["wpe"]["embedding"]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.model.layer_norm_epsilon)
-    qkv = x * wide["h"]["ln_1"]["scale"][0] @ wide["h"]["attn"]["c_attn"]["kernel"][0]
+    x *= wide["h"]["ln_1"]["scale"][0]
+    qkv = x @ wide["h"]["attn"]["c_attn"]["kernel"][0]
     query, key, _ = (part.reshape(3, 8, 2, 8) for part in np.split(qkv, 3, axis=-1))
     for name, number in attention_oracle(query, key).items():
         assert found["attention"][name].shape == (2,)
         np.testing.assert_allclose(found["attention"][name][0], number, rtol=1e-4, err_msg=name)
+    ratio = np.linalg.norm(qkv, axis=-1) / np.linalg.norm(x, axis=-1)
+    ratio /= np.linalg.norm(wide["h"]["attn"]["c_attn"]["kernel"][0], 2)
+    np.testing.assert_allclose(found["inputs"]["attn/c_attn"]["alignment"][0], ratio.mean(), rtol=1e-4)
+    assert set(found["inputs"]) == set(MATRICES)
 
     assert set(found["weights"]) == set(MATRICES)
     for name, statistics in found["weights"].items():

@@ -19,7 +19,7 @@ BETAS = (0.5, 1.0, 2.0, 4.3, 12.5)
 SHAPE = (4, 5)
 rules = pytest.mark.parametrize("rule", RULES)
 betas = pytest.mark.parametrize("beta", BETAS)
-some = settings(max_examples=25, deadline=None, derandomize=True)
+some = settings(max_examples=25, deadline=None)
 # Exponents k |w|: zeros, tiny ones, ordinary ones, and some beyond the saturation.
 exponents = st.one_of(
     st.just(0.0),

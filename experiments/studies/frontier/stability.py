@@ -1,6 +1,6 @@
 """The stability frontier: which runs count as stable, and the search for the largest stable rate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -9,11 +9,10 @@ import numpy as np
 
 from experiments.errors import InputError
 from experiments.files import read_json, write_json
+from experiments.studies.sweeps import Losses
 
 FRONTIER = "frontier.json"
 Verdict = Literal["stable", "unstable", "too slow"]
-Losses = Mapping[float, float | None]
-"""Rate -> final validation loss; None for a run that ended before its last update."""
 
 
 @dataclass(frozen=True)

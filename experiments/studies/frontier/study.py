@@ -14,7 +14,7 @@ from experiments.errors import InputError
 from experiments.optimizers import manifolds
 from experiments.studies.frontier.report import format_table, write_report
 from experiments.studies.frontier.stability import Frontier, unigram_entropy
-from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.named_runs import conclude, load_corpus, train_named
 
 ASSIGNMENTS: tuple[str, ...] = ("none", "stiefel", "dgram", "hetero", "hetero-inv")
 
@@ -62,10 +62,7 @@ def run_frontier(
     frontier.save(study_dir)
     for each in configs:
         _sweep(each, frontier, study_dir, corpus, progress)
-    report = write_report(study_dir)
-    print(format_table(study_dir))
-    print(f"Report: {report}")
-    return report
+    return conclude(study_dir, write_report, format_table)
 
 
 def _sweep(config: Run, frontier: Frontier, study_dir: Path, corpus: Corpus, progress: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.config import ADAMW, Run
 from experiments.optimizers import manifolds
 from experiments.studies.manifolds.report import format_table, write_report
-from experiments.studies.named_runs import load_corpus
+from experiments.studies.named_runs import conclude, load_corpus
 from experiments.train import train
 
 OPTIMIZERS: tuple[str, ...] = (ADAMW, "none", "stiefel", "dgram", "hetero", "hetero-inv")
@@ -37,7 +37,4 @@ def run_study(
         result = train(named, study_dir / name, corpus=corpus, progress=progress)
         if result.status != "finished":
             print(f"{name}: {result.status} at step {result.step}: {result.reason}")
-    report = write_report(study_dir)
-    print(format_table(study_dir))
-    print(f"Report: {report}")
-    return report
+    return conclude(study_dir, write_report, format_table)

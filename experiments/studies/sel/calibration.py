@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.named_runs import conclude, load_corpus, train_named
 from experiments.studies.sel.calibration_report import format_table, write_report
 from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 
@@ -40,7 +40,4 @@ def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
     if ended:
         for annealing in ANNEALINGS:
             trial(*min(ended, key=ended.__getitem__), annealing)
-    report = write_report(study_dir)
-    print(format_table(study_dir))
-    print(f"Report: {report}")
-    return report
+    return conclude(study_dir, write_report, format_table)

@@ -11,9 +11,8 @@ from experiments.config import Sel
 from experiments.files import write_json, write_whole
 from experiments.reporting.pages import Table, save_images, setting, text, write_page
 from experiments.reporting.panels import category_panel, styles
-from experiments.reporting.records import RunRecord, comparison_notes, read_runs
+from experiments.reporting.records import RunRecord, comparison_notes, loss_of, read_runs
 from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
-from experiments.studies.sel.results import loss_of
 
 _MAY_DIFFER = (*(f"config.sel.{field.name}" for field in fields(Sel)), "config.optimizer.learning_rate")
 
@@ -26,7 +25,7 @@ class Row:
     """c of the curvature c sqrt(fan_in)."""
     rate: float
     annealing: str
-    """A name in `sel_plan.ANNEALINGS`."""
+    """A name in `plan.ANNEALINGS`."""
     status: str
     loss: float | None
     """Final validation loss; None if the run has not made all its updates."""

@@ -1,18 +1,16 @@
 """The plan of an SEL study: its grid of models, its runs and their names, and which rates are tried."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from experiments.config import ADAMW, Data, Model, Optimizer, Run, Sel, to_dict
+from experiments.config import ADAMW, Data, Model, Optimizer, Run
 from experiments.errors import InputError
-from experiments.files import read_json, write_json
+from experiments.files import read_json
+from experiments.studies.plans import load_plan, save_plan
 
 PLAN = "sel.json"
 Purpose = Literal["grid", "calibration"]
-Losses = Mapping[float, float | None]
-"""Rate -> final validation loss; None for a run that ended before its last update."""
 
 BASELINE, SEL = "adamw", "sel"
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -133,16 +131,7 @@ class SelStudy:
         Raises:
           InputError: it does not.
         """
-        path = study_dir / PLAN
-        content = {"purpose": purpose, **asdict(self), "base": to_dict(self.base)}
-        if path.exists():
-            if read_json(path) != _plain(content):
-                raise InputError(
-                    f"{study_dir} holds another SEL study (see its {PLAN}): use another directory"
-                )
-            return
-        study_dir.mkdir(parents=True, exist_ok=True)
-        write_json(path, content)
+        save_plan(study_dir / PLAN, {"purpose": purpose, **asdict(self)})
 
     @classmethod
     def load(cls, study_dir: Path) -> tuple["SelStudy", Purpose]:
@@ -152,60 +141,10 @@ class SelStudy:
           InputError: the file is damaged.
         """
         path = study_dir / PLAN
-        content = read_json(path, require=("purpose", "base"))
-        purpose, base = content.pop("purpose"), content.pop("base")
+        purpose = read_json(path, require=("purpose",))["purpose"]
         if purpose not in get_args(Purpose):
             raise InputError(f"{path}: purpose {purpose!r} is none of {', '.join(get_args(Purpose))}")
-        parts = {"model": Model, "data": Data, "optimizer": Optimizer, "sel": Sel}
-        lists = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-        try:
-            run = Run(**base | {name: part(**base[name]) for name, part in parts.items()})
-            return cls(base=run, **lists), purpose
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{path} is not an SEL study's plan: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def best_rate(losses: Losses) -> float | None:
-    """The rate with the lowest loss, the lower one of equals; None if no run made all its updates."""
-    ended = {rate: loss for rate, loss in losses.items() if loss is not None}
-    return min(sorted(ended), key=ended.__getitem__, default=None)
-
-
-def beyond_the_edge(losses: Losses) -> float | None:
-    """The rate to try next, if the best one lies at an end of those tried: a factor of 2 beyond that end.
-
-    Where no run made all its updates, that is half the lowest. None if the best lies between two others.
-    """
-    best = best_rate(losses)
-    if best is None or best == min(losses):
-        return min(losses) / 2
-    return 2 * best if best == max(losses) else None
-
-
-def sweep(rates: tuple[float, ...], extensions: int, trial: Callable[[float], float | None]) -> Losses:
-    """Tries all rates, and then up to `extensions` more beyond the end at which the best one lies.
-
-    Args:
-      rates: of the grid.
-      extensions: most rates that are added.
-      trial: trains at a rate and gives the final loss; None if the run ended before its last update.
-
-    Returns:
-      Every rate tried, in that order, and what the trial gave.
-    """
-    losses = {rate: trial(rate) for rate in rates}
-    for _ in range(extensions):
-        rate = beyond_the_edge(losses)
-        if rate is None:
-            break
-        losses[rate] = trial(rate)
-    return losses
+        return load_plan(path, cls, drop=("purpose",)), purpose
 
 
 SEL_PRESETS: dict[str, SelStudy] = {

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.config import MATRICES
 from experiments.probes import QUANTILES
 from experiments.reporting.panels import Curve
-from experiments.reporting.records import RunRecord, final_loss, finite, read_runs
+from experiments.reporting.records import RunRecord, finite, loss_of, mean, read_runs
 from experiments.studies.sel.overhead import read_overhead
 from experiments.studies.sel.plan import (
     ABLATIONS,
@@ -17,11 +17,10 @@ from experiments.studies.sel.plan import (
     METHODS,
     SEL,
     Cell,
-    Losses,
     SelStudy,
     Trial,
-    best_rate,
 )
+from experiments.studies.sweeps import Losses, best_rate
 
 Runs = Mapping[Trial, RunRecord]
 
@@ -95,11 +94,6 @@ def _trial(run: RunRecord) -> Trial:
     method = (*changed, SEL)[0] if sel["on"] else BASELINE
     cell = Cell(model["width"], model["layers"])
     return Trial(cell, method, config["optimizer"]["learning_rate"], config["seed"])
-
-
-def loss_of(run: RunRecord) -> float | None:
-    """A run's final loss, if it made all its updates."""
-    return final_loss(run.result["status"], run.final) if run.result else None
 
 
 def sweep_losses(runs: Runs, cell: Cell, method: str) -> Losses:
@@ -244,8 +238,3 @@ def _difference(runs: Mapping[int, RunRecord], reference: Mapping[int, RunRecord
 def losses_of(runs: Mapping[int, RunRecord]) -> list[float]:
     """Final losses of the runs that made all their updates."""
     return [loss for run in runs.values() if (loss := loss_of(run)) is not None]
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of nothing."""
-    return float(np.mean(values)) if values else None

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from experiments.studies.named_runs import load_corpus, train_named
+from experiments.studies.named_runs import conclude, load_corpus, train_named
 from experiments.studies.sel.overhead import overhead
 from experiments.studies.sel.plan import (
     ABLATIONS,
@@ -11,10 +11,9 @@ from experiments.studies.sel.plan import (
     Cell,
     SelStudy,
     Trial,
-    best_rate,
-    sweep,
 )
 from experiments.studies.sel.report import format_table, write_report
+from experiments.studies.sweeps import best_rate, sweep
 
 
 def run_sel(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
@@ -60,7 +59,4 @@ def run_sel(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
     for method in ABLATIONS if best[cell, SEL] is not None else ():
         for seed in range(study.seeds):
             run(Trial(cell, method, best[cell, SEL], seed))
-    report = write_report(study_dir)
-    print(format_table(study_dir))
-    print(f"Report: {report}")
-    return report
+    return conclude(study_dir, write_report, format_table)

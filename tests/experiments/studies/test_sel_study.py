@@ -22,10 +22,8 @@ from experiments.studies.sel.plan import (
     Cell,
     SelStudy,
     Trial,
-    best_rate,
-    beyond_the_edge,
-    sweep,
 )
+from experiments.studies.sweeps import best_rate, beyond_the_edge, sweep
 from experiments.train import Result
 
 
@@ -181,7 +179,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert SelStudy.load(tmp_path / "a") == (study, "grid")
     study.save(tmp_path / "a", "grid")
     for other, purpose in ((replace(study, seeds=5), "grid"), (study, "calibration")):
-        with pytest.raises(InputError, match="holds another SEL study"):
+        with pytest.raises(InputError, match="holds another study"):
             other.save(tmp_path / "a", purpose)
 
 
@@ -189,8 +187,8 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"purpose": "lunch"}, "purpose 'lunch' is none of grid, calibration"),
-        ({"colour": "red"}, "is not an SEL study's plan"),
-        ({"base": {}}, "is not an SEL study's plan"),
+        ({"colour": "red"}, "is not a study's plan"),
+        ({"base": {}}, "is not a study's plan"),
     ],
 )
 def test_a_damaged_plan(tmp_path: Path, change: dict, message: str) -> None:

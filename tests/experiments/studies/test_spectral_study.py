@@ -1,0 +1,269 @@
+"""The study of the spectral parametrisation: its plan, its checks, resumption, and what its report says."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import __main__ as command_line
+from experiments.config import ADAMW, SGD, Data, Model, Optimizer, Run
+from experiments.errors import InputError
+from experiments.files import read_json, write_json
+from experiments.model import GPT2, init_params
+from experiments.reporting.records import RunRecord
+from experiments.studies import named_runs
+from experiments.studies.spectral import study as study_module
+from experiments.studies.spectral.check import LOGITS, gpt2_features, gpt2_probe, read_check, run_check
+from experiments.studies.spectral.plan import (
+    MUON,
+    PLAN,
+    SPECTRAL_PRESETS,
+    Check,
+    SpectralStudy,
+    Sweep,
+    Trial,
+    trial_of,
+)
+from experiments.studies.spectral.results import (
+    check_rows,
+    input_rows,
+    read_checks,
+    read_study,
+    sweep_losses,
+    transfer_rows,
+)
+from spectral import coordinate_check, log_log_slope
+
+TINY = SPECTRAL_PRESETS["tiny"]
+SMALL = SpectralStudy(
+    base=Run(
+        model=Model(context=16, layers=2, base_width=8, base_heads=2),
+        data=Data(batch_size=2, eval_batches=1, probe_sequences=1),
+        optimizer=Optimizer(name=ADAMW, weight_decay=0.0, warmup_steps=1),
+        steps=2,
+        eval_every=1,
+        checkpoint_every=2,
+        alignment=True,
+    ),
+    widths=(8, 16),
+    rates={ADAMW: (1e-3, 2e-3)},
+    check_rates={ADAMW: 1e-3},
+    extensions=0,
+    check_widths=(8, 16),
+    check_steps=2,
+    check_seeds=1,
+)
+
+
+def test_configurations_of_the_tiny_study() -> None:
+    wide = TINY.config(Trial("spectral", ADAMW, 256, 0.008, 1))
+    assert (wide.model.width, wide.model.heads, wide.model.base) == (
+        256,
+        16,
+        replace(wide.model, width=32, heads=2),
+    )
+    assert (wide.optimizer.learning_rate, wide.seed, wide.model.spectral) == (0.008, 1, True)
+    muon = TINY.config(Trial("standard", MUON, 32, 0.04, 0))
+    assert muon.optimizer.muon_learning_rate == 0.04
+    assert muon.optimizer.learning_rate == pytest.approx(0.006)
+    for run in (wide, muon):
+        assert TINY.config(trial_of(asdict(run))) == run
+    large_heads = TINY.check_config(Check("spectral", SGD, "head_size"), 512, 0)
+    assert (large_heads.model.heads, large_heads.optimizer.warmup_steps) == (2, 0)
+    assert large_heads.optimizer.final_fraction == 1
+    names = [Trial(*sweep, 0.1, 0).name for sweep in TINY.sweeps]
+    assert len(set(names)) == len(names) == 4 * 3 * 2
+    assert len({check.name for check in TINY.checks}) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widths": (8,)}, "at least two widths"),
+        ({"check_widths": (8, 8)}, "two for its checks"),
+        ({"rates": {"lion": (1.0,)}, "check_rates": {"lion": 1.0}}, "the same ones of adamw, sgd, none"),
+        ({"check_rates": {}}, "rates and check_rates for the same"),
+        ({"seeds": 0}, "at least 1 seed"),
+        ({"widths": (8, 14)}, "width 14 is no multiple of the heads' size, 4"),
+    ],
+)
+def test_impossible_plans(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_a_plan_is_kept_and_compared(tmp_path: Path) -> None:
+    SMALL.save(tmp_path)
+    SMALL.save(tmp_path)
+    assert SpectralStudy.load(tmp_path) == SMALL
+    with pytest.raises(InputError, match="holds another study"):
+        replace(SMALL, seeds=3).save(tmp_path)
+    content = read_json(tmp_path / PLAN)
+    write_json(tmp_path / PLAN, content | {"colour": "red"})
+    with pytest.raises(InputError, match="not a study's plan"):
+        SpectralStudy.load(tmp_path)
+
+
+def test_features_of_a_check_are_the_models_own() -> None:
+    config = SMALL.base.model
+    params = init_params(config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 9))
+    found = gpt2_features(config)(params, tokens)
+    blocks = [f"h{i} {part}" for i in range(2) for part in ("heads", "hidden", "stream")]
+    assert list(found) == [*blocks, LOGITS]
+    logits = GPT2(config).apply({"params": params}, tokens[:, :-1])
+    np.testing.assert_allclose(found[LOGITS], logits, rtol=0, atol=1e-6)
+    assert found["h1 hidden"].shape == (2, 8, 4 * config.width)
+    # The last stream is what the final norm and the tied head make the logits of.
+    last = np.asarray(found["h1 stream"], np.float64)
+    centred = last - last.mean(-1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    expected = normed @ np.asarray(params["wte"]["embedding"], np.float64).T
+    np.testing.assert_allclose(found[LOGITS], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("optimizer", "growth"), [(ADAMW, "head_size"), (SGD, "heads"), (MUON, "head_size")])
+def test_sizes_hold_at_every_width(optimizer: str, growth: str) -> None:
+    """The coordinate check itself, at small widths: slopes near 0, where the standard's are not."""
+    blocks, logits = change_slopes(Check("spectral", optimizer, growth))
+    assert np.abs(blocks).max() < 0.25 and abs(logits) < 0.25
+
+
+def test_standard_sizes_do_not() -> None:
+    blocks, _ = change_slopes(Check("standard", ADAMW, "heads"))
+    assert blocks.max() > 0.5
+
+
+def change_slopes(check: Check) -> tuple[np.ndarray, float]:
+    """Slopes of the changes of the blocks' features, and of the logits', on a real text."""
+    model = replace(TINY.base.model, layers=1)
+    study = replace(TINY, base=replace(TINY.base, model=model), check_widths=(32, 128), check_steps=5)
+    made = coordinate_check(
+        lambda width: gpt2_probe(study.check_config(check, width, 0)),
+        study.check_widths,
+        batch=tokens_of_text(),
+        steps=study.check_steps,
+    )
+    blocks = [slope.changes for name, slope in made.slopes.items() if name != LOGITS]
+    return np.array(blocks), made.slopes[LOGITS].changes
+
+
+def tokens_of_text() -> np.ndarray:
+    """A batch (4, 33) of the study's own text."""
+    return np.array(named_runs.load_corpus(TINY.base).train[: 4 * 33]).reshape(4, 33).astype(np.int32)
+
+
+def test_a_study_from_plan_to_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """Interrupted in a sweep and taken up again; then every number of its report against its files.
+
+    No rate of Adam's 1e8 trains: the report says so instead of choosing it.
+    """
+    base = replace(SMALL.base, steps=4, eval_every=2)
+    plan = replace(SMALL, base=base, rates={ADAMW: (1e-3, 1e8)}, seeds=1)
+    train, made = named_runs.train, []
+
+    def interrupted(config, run_dir, **options):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(run_dir.name)
+        return train(config, run_dir, **options)
+
+    monkeypatch.setattr(named_runs, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study_module.run_spectral(plan, tmp_path, progress=False)
+    stored = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
+    checks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("check-*.json")}
+    assert len(stored) == len(checks) == 3
+    monkeypatch.setattr(named_runs, "train", train)
+    report = study_module.run_spectral(plan, tmp_path, progress=False)
+    assert all(path.stat().st_mtime_ns == time for path, time in (stored | checks).items())
+    shown = capsys.readouterr().out
+    assert f"Report: {report}" in shown and "| AdamW | spectral |" in shown
+
+    study, runs = read_study(tmp_path)
+    assert study == plan and len(runs) == 2 * 2 * 2
+    for parametrization in ("standard", "spectral"):
+        for width in plan.widths:
+            name = Trial(parametrization, ADAMW, width, 1e-3, 0).name
+            loss = read_json(tmp_path / name / "result.json")["validation_loss"]
+            losses = sweep_losses(runs, Sweep(parametrization, ADAMW, width), 1)
+            assert losses == {1e-3: loss, 1e8: None}
+    for row in transfer_rows(runs, study):
+        assert (row.tuned_rate, row.best_rate, row.shift, row.excess) == (1e-3, 1e-3, 0, 0)
+    for check, row in zip(plan.checks, check_rows(read_checks(study, tmp_path)), strict=True):
+        content = json.loads((tmp_path / f"{check.name}.json").read_text())
+        sizes = [values[-1] for values in content["changes"][LOGITS]]
+        assert row.logit_changes == pytest.approx(math.log(sizes[1] / sizes[0], 2))
+    for row in input_rows(runs, study):
+        # Four inputs an output: three quarters of a random input lie in the null space.
+        assert all(0.4 < share < 0.95 for share in row.null_space)
+        assert all(0 < each < 1 for each in row.alignment)
+        if row.parametrization == "spectral":
+            # Residual branches are scaled by 1 / sqrt(2 layers).
+            assert row.norm[0] == pytest.approx(0.5, rel=0.25)
+    page = report.read_text()
+    assert "diverged" in page and page.count("<img") == 2 + 6 + 3
+    results = read_json(tmp_path / "results.json")
+    assert not results["notes"] and len(results["transfers"]) == 2
+    before = report.read_bytes()
+    command_line.main(["report", str(tmp_path)])
+    assert report.read_bytes() == before
+
+
+def fake_run(status: str, loss: float | None) -> RunRecord:
+    result = {"status": status, "step": 1, "validation_loss": loss, "best_validation_loss": loss}
+    return RunRecord("", {}, [], [], [], 1, result)
+
+
+def test_rates_that_move_and_rates_that_stay() -> None:
+    """Losses made up, two seeds: standard's best rate falls by 4 from width 8 to 16, spectral's stays."""
+    best = {("standard", 8): 4e-3, ("standard", 16): 1e-3, ("spectral", 8): 4e-3, ("spectral", 16): 4e-3}
+    runs = {}
+    for (parametrization, width), least in best.items():
+        for rate in (1e-3, 2e-3, 4e-3):
+            for seed in (0, 1):
+                loss = 2 + 0.1 * abs(np.log2(rate / least)) + 0.01 * seed
+                trial = Trial(parametrization, ADAMW, width, rate, seed)
+                runs[trial] = fake_run("finished", loss)
+        for seed, status in enumerate(("finished", "diverged")):
+            runs[Trial(parametrization, ADAMW, width, 8e-3, seed)] = fake_run(status, 1.0)
+        # One seed of two has ended: no number yet.
+        runs[Trial(parametrization, ADAMW, width, 16e-3, 0)] = fake_run("finished", 1.0)
+    losses = sweep_losses(runs, Sweep("standard", ADAMW, 16), 2)
+    assert losses == {
+        1e-3: pytest.approx(2.005),
+        2e-3: pytest.approx(2.105),
+        4e-3: pytest.approx(2.205),
+        8e-3: None,
+    }
+    standard, spectral = transfer_rows(runs, replace(SMALL, rates={ADAMW: (1e-3, 2e-3)}))
+    assert (standard.tuned_rate, standard.best_rate, standard.shift) == (4e-3, 1e-3, -2)
+    assert standard.excess == pytest.approx(2.205 / 2.005 - 1)
+    assert (spectral.shift, spectral.excess) == (0, 0)
+
+
+def test_a_stored_check_is_read(tmp_path: Path) -> None:
+    check = SMALL.checks[0]
+    assert read_check(tmp_path, check) is None
+    corpus = named_runs.load_corpus(SMALL.base)
+    made = run_check(SMALL, check, corpus, tmp_path)
+    again = run_check(SMALL, check, corpus, tmp_path)
+    for name in made.features:
+        np.testing.assert_allclose(again.changes[name], made.changes[name])
+    assert again.slopes[LOGITS].features == pytest.approx(
+        log_log_slope(made.widths, made.features[LOGITS][:, -1])
+    )
+
+
+def test_command_line_names_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    monkeypatch.setattr(command_line, "run_spectral", lambda study, dir: asked.update(study=study, dir=dir))
+    command_line.main(["spectral", "--steps", "50", "--corpus", "text.txt"])
+    assert asked["study"].base.steps == 50 and asked["study"].base.data.corpus == "text.txt"
+    assert asked["dir"] == Path("runs/spectral-tiny")
+    command_line.main(["spectral", "--preset", "paper"])
+    assert asked["study"] == SPECTRAL_PRESETS["paper"]
