@@ -17,6 +17,10 @@ Solver = Literal["gram", "dual_ascent"]
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 
+Parametrization = Literal["standard", "spectral"]
+PARAMETRIZATIONS: tuple[Parametrization, ...] = get_args(Parametrization)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise InputError(message)
@@ -47,14 +51,14 @@ class Model:
     """Precision of activations and products; parameters stay float32."""
     remat: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
-    parametrization: Literal["standard", "spectral"] = "standard"
+    parametrization: Parametrization = "standard"
     """GPT-2's own initial weights and rates, or those with the same best rates at every width."""
     base_width: int = 128
     """spectral: the width at which learning rates are tuned, and where they are what is typed."""
     base_heads: int = 4
     """spectral: heads at that width; the width grows their number, their size, or both."""
     embedding_std: float = 0.1
-    """spectral: of the embeddings' initial entries, which their learning rate is relative to."""
+    """spectral: of the embeddings' initial entries, at every width."""
     output_scale: float = 1.0
     """spectral, tied: factor on the logits, which fall as 1 / width from the base on."""
 
@@ -76,6 +80,11 @@ class Model:
         for name in ("embedding_std", "output_scale"):
             value = getattr(self, name)
             _require(0 < value < math.inf, f"model.{name} must be positive and finite, got {value}")
+
+        _require(
+            self.parametrization in PARAMETRIZATIONS,
+            f"model.parametrization: {self.parametrization!r} is none of {', '.join(PARAMETRIZATIONS)}",
+        )
 
     @property
     def spectral(self) -> bool:
@@ -222,7 +231,7 @@ class Run:
     log_every: int = 10
     """Steps between two reads of the loss from the device; every step's loss is recorded all the same."""
     alignment: bool = False
-    """Record at every evaluation how the inputs of the blocks' matrices lie to them: slow for large ones."""
+    """Record at every evaluation how the inputs of the MLPs' second matrices lie to them, by their SVDs."""
     divergence_margin: float = 1.0
     """A validation loss this far (nats) above the run's best ends the run as diverged."""
     seed: int = 0

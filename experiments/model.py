@@ -94,7 +94,7 @@ def _layer_norm(config: Model, name: str) -> nn.LayerNorm:
 class Attention(nn.Module):
     """Causal self-attention.
 
-    It sows its projected `query` and `key` (B, T, H, K) into "probes", and what its matrices are given.
+    It sows its projected `query` and `key` (B, T, H, K) into "probes", and what `c_proj` is given.
 
     Dropout acts on the output only: `jax.nn.dot_product_attention` has none for the probabilities.
     """
@@ -105,7 +105,6 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> Array:
         config = self.config
-        self.sow("probes", "c_attn_input", x_BxTxD)
         qkv_BxTx3D = _dense(config, "attn/c_attn")(x_BxTxD)
         heads = (*x_BxTxD.shape[:2], config.heads, config.width // config.heads)
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (x.reshape(heads) for x in jnp.split(qkv_BxTx3D, 3, axis=-1))
@@ -121,7 +120,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The position-wise network, four times as wide inside; sows what its matrices are given."""
+    """The position-wise network, four times as wide inside; sows what `c_proj` is given."""
 
     config: Model
     deterministic: bool
@@ -129,7 +128,6 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> Array:
         config = self.config
-        self.sow("probes", "c_fc_input", x_BxTxD)
         h_BxTxF = _dense(config, "mlp/c_fc")(x_BxTxD)
         h_BxTxF = jax.nn.gelu(h_BxTxF, approximate=config.gelu == "tanh")
         self.sow("probes", "c_proj_input", h_BxTxF)
@@ -157,8 +155,8 @@ class GPT2(nn.Module):
 
     Every parameter of the blocks, under `h`, has a leading layer axis. With `mutable=["probes"]` the
     result is `(logits, {"probes": ...})`, where `probes["h"]` has, as 1-tuples of arrays with a leading
-    layer axis, the blocks' `stream` (B, T, D), the `query` and `key` (B, T, H, K) of `attn`, and the input
-    of every matrix, such as `["mlp"]["c_proj_input"]` (B, T, F).
+    layer axis, the blocks' `stream` (B, T, D), the `query` and `key` (B, T, H, K) of `attn`, and the
+    `c_proj_input` (B, T, D or F) of `attn` and `mlp`.
     """
 
     config: Model

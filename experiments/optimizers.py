@@ -95,8 +95,9 @@ def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
 def make_optimizer(config: Run) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, SGD, or Manifold Muon with AdamW for all but the block matrices.
 
-    In the spectral parametrisation rates are those of the base width. With SEL, the scales' own rates come
-    last.
+    In the spectral parametrisation rates are those of the base width. The gradient that is clipped has the
+    same norm at every width there, but for an untied head's, which grows as the width's square root; only SGD
+    depends on it. With SEL, the scales' own rates come last.
     """
     sel = config.sel
     rest = _spectral(config) if config.model.spectral else _standard(config)
@@ -148,7 +149,9 @@ def _spectral(config: Run) -> optax.GradientTransformation:
     return spectral_muon(
         learning_rate_schedule(config, settings.muon_learning_rate),
         adam_learning_rate=rate,
-        direction=scale_by_manifold_muon({"*": Unconstrained()}, momentum=settings.momentum),
+        direction=scale_by_manifold_muon(
+            {"*": Unconstrained()}, momentum=settings.momentum, solver=_solver(settings)
+        ),
         **{f"adam_{name}": value for name, value in betas.items()},
         adam_weight_decay=settings.weight_decay,
         **common,

@@ -24,6 +24,9 @@ SATURATED = 0.99
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 """Of the sizes of a matrix's entries."""
 
+NARROWING = "mlp/c_proj"
+"""The blocks' matrix with fan_out < fan_in, which has a null space."""
+
 Probes = dict[str, dict[str, Any]]
 
 
@@ -32,7 +35,7 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
 
     `attention` is `attention_statistics` of the model's own queries and keys. `weights` has, for every
     matrix of the blocks, `matrix_statistics` and the `violation` of its manifold's constraint (0 where
-    it has none). Where the configuration asks for it, `inputs` has the `input_statistics` of every matrix.
+    it has none). Where the configuration asks for it, `inputs` has the `input_statistics` of `NARROWING`.
     Reparametrised params are taken at their effective weights.
     """
 
@@ -49,10 +52,8 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
         attention = attention_statistics(query_LxBxTxHxK, key_LxBxTxHxK, attention_scale(config.model))
         found = {"attention": attention, "weights": weights}
         if config.alignment:
-            found["inputs"] = {
-                name: input_statistics(_kernel(params, name), _input(sown["probes"], name))
-                for name in MATRICES
-            }
+            (input_LxBxTxF,) = sown["probes"]["h"]["mlp"]["c_proj_input"]
+            found["inputs"] = {NARROWING: input_statistics(_kernel(params, NARROWING), input_LxBxTxF)}
         return found
 
     return jax.jit(probe)
@@ -61,11 +62,6 @@ def make_probe(config: Run) -> Callable[[Any, Array], Probes]:
 def _kernel(params: Any, name: str) -> Array:
     module, matrix = name.split("/")
     return params["h"][module][matrix]["kernel"]
-
-
-def _input(probes: Any, name: str) -> Array:
-    module, matrix = name.split("/")
-    return probes["h"][module][f"{matrix}_input"][0]
 
 
 def make_size_probe(config: Run) -> Callable[[Any], Probes]:

@@ -91,7 +91,8 @@ def save_images(study_dir: Path, panels: Mapping[str, Figure]) -> dict[str, str]
         image = png(figure)
         write_whole(study_dir / f"{name}.png", image)
         source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        images[name] = f'<img alt="{html.escape(figure.axes[0].get_title(loc="left"))}" src="{source}">'
+        title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
+        images[name] = f'<img alt="{html.escape(title)}" src="{source}">'
     return images
 
 

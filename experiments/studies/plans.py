@@ -49,7 +49,7 @@ def load_plan(path: Path, kind: type[Plan], drop: tuple[str, ...] = ()) -> Plan:
         run = Run(**base | {name: part(**base[name]) for name, part in parts.items()})
         rest = {name: _tuples(value) for name, value in content.items() if name not in drop}
         return kind(base=run, **rest)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a study's plan: {error}") from error
 
 

@@ -93,6 +93,7 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Sel(m_last=-1.0), "sel.m_last must be finite and not negative"),
         (lambda: Run(sel=Sel(on=True)), "'hetero' holds matrices on a manifold.*choose adamw or none"),
         (lambda: Model(base_heads=3), "base_width 128 is not divisible by model.base_heads 3"),
+        (lambda: Model(parametrization="spectal"), "'spectal' is none of standard, spectral"),
         (lambda: Model(embedding_std=0.0), "model.embedding_std must be positive and finite"),
         (lambda: Model(output_scale=float("nan")), "model.output_scale must be positive and finite"),
         (

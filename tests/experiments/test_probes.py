@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.config import Model, Optimizer, Run, Sel
-from experiments.model import init_params
+from experiments.model import GPT2, init_params
 from experiments.optimizers import prepare_params
 from experiments.probes import (
     MATRICES,
@@ -153,10 +153,12 @@ def test_make_probe_sees_the_models_own_queries_and_keys(rng):
     for name, number in attention_oracle(query, key).items():
         assert found["attention"][name].shape == (2,)
         np.testing.assert_allclose(found["attention"][name][0], number, rtol=1e-4, err_msg=name)
-    ratio = np.linalg.norm(qkv, axis=-1) / np.linalg.norm(x, axis=-1)
-    ratio /= np.linalg.norm(wide["h"]["attn"]["c_attn"]["kernel"][0], 2)
-    np.testing.assert_allclose(found["inputs"]["attn/c_attn"]["alignment"][0], ratio.mean(), rtol=1e-4)
-    assert set(found["inputs"]) == set(MATRICES)
+    _, sown = GPT2(config.model).apply({"params": params}, tokens, mutable=["probes"])
+    hidden = np.asarray(sown["probes"]["h"]["mlp"]["c_proj_input"][0], np.float64)
+    for layer, kernel in enumerate(wide["h"]["mlp"]["c_proj"]["kernel"]):
+        ratio = np.linalg.norm(hidden[layer] @ kernel, axis=-1) / np.linalg.norm(hidden[layer], axis=-1)
+        expected = (ratio / np.linalg.norm(kernel, 2)).mean()
+        np.testing.assert_allclose(found["inputs"]["mlp/c_proj"]["alignment"][layer], expected, rtol=1e-4)
 
     assert set(found["weights"]) == set(MATRICES)
     for name, statistics in found["weights"].items():

@@ -12,6 +12,7 @@ from jax import Array
 
 from experiments.config import Model, Run
 from experiments.corpus import Corpus, train_batches
+from experiments.errors import InputError
 from experiments.files import read_json, write_json
 from experiments.model import GPT2, init_params
 from experiments.optimizers import make_optimizer
@@ -23,7 +24,7 @@ LOGITS = "logits"
 
 
 def gpt2_features(config: Model) -> Callable[[Any, Array], Mapping[str, Array]]:
-    """(params, tokens (B, T + 1)) -> name -> features: of every block, and the logits.
+    """(params, tokens (B, T + 1)) -> name -> features: of the first, middle and last block, and the logits.
 
     A block's are the heads' outputs, the hidden layer of its MLP after the GELU, and the residual stream
     after it.
@@ -33,7 +34,7 @@ def gpt2_features(config: Model) -> Callable[[Any, Array], Mapping[str, Array]]:
         logits, sown = GPT2(config).apply({"params": params}, tokens_BxT[:, :-1], mutable=["probes"])
         blocks = sown["probes"]["h"]
         found = {}
-        for layer in range(config.layers):
+        for layer in sorted({0, config.layers // 2, config.layers - 1}):
             found[f"h{layer} heads"] = blocks["attn"]["c_proj_input"][0][layer]
             found[f"h{layer} hidden"] = blocks["mlp"]["c_proj_input"][0][layer]
             found[f"h{layer} stream"] = blocks["stream"][0][layer]
@@ -58,7 +59,7 @@ def run_check(study: SpectralStudy, check: Check, corpus: Corpus, study_dir: Pat
       corpus: the text, of which one batch is used throughout.
       study_dir: where its file goes.
     """
-    if (stored := read_check(study_dir, check)) is not None:
+    if (stored := read_check(study_dir, check, corpus.fingerprint)) is not None:
         return stored
     (tokens,) = train_batches(
         corpus,
@@ -75,27 +76,44 @@ def run_check(study: SpectralStudy, check: Check, corpus: Corpus, study_dir: Pat
         steps=study.check_steps,
         seeds=range(study.check_seeds),
     )
-    content = asdict(found)
+    content = {"fingerprint": corpus.fingerprint, **asdict(found)}
     for kind in ("features", "changes"):
         content[kind] = {name: _finite(values) for name, values in content[kind].items()}
     write_json(_path(study_dir, check), content)
     return found
 
 
-def read_check(study_dir: Path, check: Check) -> CoordinateCheck | None:
+def read_check(study_dir: Path, check: Check, fingerprint: str | None = None) -> CoordinateCheck | None:
     """What `run_check` wrote; None if it has not yet.
 
+    Args:
+      study_dir: where its file is.
+      check: which.
+      fingerprint: of the text that it must be on; None takes any.
+
     Raises:
-      InputError: the file is damaged.
+      InputError: the file is damaged, or the check was made on another text.
     """
     path = _path(study_dir, check)
     if not path.exists():
         return None
-    content = read_json(path, require=("widths", "features", "changes"))
-    arrays = (
-        {name: np.array(values, np.float64) for name, values in content[kind].items()}
-        for kind in ("features", "changes")
-    )
+    content = read_json(path, require=("fingerprint", "widths", "features", "changes"))
+    if fingerprint not in (None, content["fingerprint"]):
+        raise InputError(
+            f"{path} is a check on another text (fingerprint {content['fingerprint']}, now {fingerprint}): "
+            "use another directory"
+        )
+    try:
+        arrays = [
+            {name: np.array(values, np.float64) for name, values in content[kind].items()}
+            for kind in ("features", "changes")
+        ]
+        shapes = {values.shape for kind in arrays for values in kind.values()}
+        ((widths, _),) = shapes
+        if LOGITS not in arrays[0] or widths != len(content["widths"]):
+            raise ValueError("logits or widths are missing")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is not a coordinate check: {error}") from error
     return CoordinateCheck(tuple(content["widths"]), *arrays)
 
 

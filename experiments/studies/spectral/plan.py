@@ -4,13 +4,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.config import ADAMW, SGD, Data, Model, Optimizer, Run
+from experiments.config import ADAMW, PARAMETRIZATIONS, SGD, Data, Model, Optimizer, Run
 from experiments.errors import InputError
 from experiments.studies.plans import load_plan, save_plan
 
 PLAN = "spectral.json"
 STANDARD, SPECTRAL = "standard", "spectral"
-PARAMETRIZATIONS = (STANDARD, SPECTRAL)
 MUON = "none"
 OPTIMIZERS = (ADAMW, SGD, MUON)
 Growth = Literal["heads", "head_size"]
@@ -84,16 +83,21 @@ class SpectralStudy:
     check_seeds: int = 3
 
     def __post_init__(self) -> None:
-        if len(set(self.widths)) < 2 or len(set(self.check_widths)) < 2:
-            raise InputError("a spectral study needs at least two widths, and two for its checks")
-        if self.rates.keys() != self.check_rates.keys() or not self.rates.keys() <= set(OPTIMIZERS):
+        for widths in (self.widths, self.check_widths):
+            if len(widths) < 2 or list(widths) != sorted(set(widths)):
+                raise InputError(f"a spectral study needs two or more ascending widths, got {widths}")
+        if self.rates.keys() != self.check_rates.keys() or not set() < self.rates.keys() <= set(OPTIMIZERS):
             raise InputError(
                 f"a spectral study has rates and check_rates for the same ones of {', '.join(OPTIMIZERS)}"
             )
+        for name, rates in self.rates.items():
+            if not rates or list(rates) != sorted(set(rates)):
+                raise InputError(f"a spectral study needs ascending rates for {name}, got {rates}")
         if min(self.seeds, self.check_seeds, self.check_steps) < 1 or self.extensions < 0:
             raise InputError("a spectral study needs at least 1 seed and 1 step, and 0 or more extensions")
         for sweep in self.sweeps:
-            self.config(Trial(*sweep, self.rates[sweep.optimizer][0], 0))
+            for rate in self.rates[sweep.optimizer]:
+                self.config(Trial(*sweep, rate, 0))
         for check in self.checks:
             for width in self.check_widths:
                 self.check_config(check, width, 0)

@@ -23,9 +23,10 @@ from experiments.studies.spectral.results import (
 # What a study wants to differ between its runs.
 MAY_DIFFER = (
     *(f"config.model.{name}" for name in ("width", "heads", "parametrization")),
-    *(f"config.optimizer.{name}" for name in ("name", "learning_rate", "muon_learning_rate")),
+    *(f"config.optimizer.{name}" for name in ("name", "learning_rate", "muon_learning_rate", "momentum")),
     "config.seed",
 )
+_MAY_DIFFER = "parametrization, width, optimizer, its momentum, rate and seed"
 _WHOSE = {
     "optimizer": lambda row: OPTIMIZER_NAMES[row.optimizer],
     "parametrization": lambda row: row.parametrization,
@@ -48,7 +49,9 @@ _TRANSFERS = Table(
         "tuned rate": lambda row: text(row.tuned_rate, "g"),
         "best at the largest": lambda row: text(row.best_rate, "g"),
         "shift (factors of 2)": lambda row: text(row.shift, "+.0f"),
-        "loss with the tuned rate": lambda row: text(row.transferred_loss),
+        "loss with the tuned rate": lambda row: (
+            row.transferred if row.transferred_loss is None else text(row.transferred_loss)
+        ),
         "with its best": lambda row: text(row.best_loss),
         "excess": lambda row: text(row.excess, ".2%"),
     },
@@ -69,13 +72,14 @@ _SWEEPS = Table(
     {
         **_WHOSE,
         "width": lambda row: str(row.width),
-        "best rate": lambda row: text(row.best_rate, "g"),
+        "best rate": lambda row: text(row.best_rate, "g") + " (an end)" * row.at_an_end,
         "loss": lambda row: text(row.best_loss),
-        "every rate": lambda row: "; ".join(
-            f"{rate}: {text(loss) if loss is not None else 'diverged'}" for rate, loss in row.losses.items()
+        "every rate: its seeds": lambda row: "; ".join(
+            f"{rate}: {', '.join(text(loss) if loss is not None else 'diverged' for loss in losses)}"
+            for rate, losses in row.losses.items()
         ),
     },
-    left=(*_WHOSE, "every rate"),
+    left=(*_WHOSE, "every rate: its seeds"),
 )
 _INPUTS = Table(
     {
@@ -125,7 +129,7 @@ def write_report(study_dir: Path) -> Path:
         "inputs": (_INPUTS, input_rows(runs, study)),
     }
     records = list(runs.values())
-    notes = comparison_notes(records, MAY_DIFFER, "parametrization, optimizer, width, rate and seed")
+    notes = comparison_notes(records, MAY_DIFFER, _MAY_DIFFER)
     results = {"notes": notes, "setting": records[0].facts} | {
         name: [asdict(row) for row in rows] for name, (_, rows) in tables.items()
     }
@@ -155,6 +159,7 @@ def write_report(study_dir: Path) -> Path:
             "check_rates": ", ".join(
                 f"{rate:g} ({OPTIMIZER_NAMES[name]})" for name, rate in study.check_rates.items()
             ),
+            "optimizers": ", ".join(OPTIMIZER_NAMES[name] for name in study.rates),
             "panels_of": OPTIMIZER_NAMES[next(iter(study.rates))],
         },
         parts={

@@ -3,27 +3,26 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from experiments.config import PARAMETRIZATIONS
+from experiments.probes import NARROWING
 from experiments.reporting.panels import Curve
 from experiments.reporting.records import RunRecord, finite, loss_of, mean, read_runs
 from experiments.studies.spectral.check import LOGITS, read_check
 from experiments.studies.spectral.plan import (
-    PARAMETRIZATIONS,
     Check,
     SpectralStudy,
     Sweep,
     Trial,
     trial_of,
 )
-from experiments.studies.sweeps import Losses, best_rate
+from experiments.studies.sweeps import Losses, best_rate, beyond_the_edge
 from spectral import CoordinateCheck, target_norm
 
 Runs = Mapping[Trial, RunRecord]
-
-NARROWING = "mlp/c_proj"
-"""The blocks' matrix with fan_out < fan_in, which has a null space."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,14 @@ class SweepRow:
     parametrization: str
     optimizer: str
     width: int
-    losses: dict[str, float | None]
-    """Rate -> final validation loss, mean over seeds; None where a seed did not make all its updates."""
+    losses: dict[str, list[float | None]]
+    """Rate -> final validation loss of each seed; None where it did not make all its updates."""
     best_rate: float | None
+    """With the lowest mean, of the rates with no such seed."""
     best_loss: float | None
+    """Its mean."""
+    at_an_end: bool
+    """The best rate is the lowest or highest that was tried: a better one may lie beyond."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,10 @@ class TransferRow:
     """The best at the largest."""
     shift: float | None
     """Factors of 2 from the one to the other."""
+    transferred: Literal["finished", "diverged", "not tried"]
+    """How the largest width's runs at the tuned rate ended."""
     transferred_loss: float | None
-    """At the largest width, at the tuned rate; None too where it was not tried or diverged."""
+    """Theirs, if all finished."""
     best_loss: float | None
     excess: float | None
     """The transferred loss over the best, minus 1."""
@@ -102,17 +107,19 @@ def read_study(study_dir: Path) -> tuple[SpectralStudy, dict[Trial, RunRecord]]:
     return study, {trial: runs[trial] for trial in sorted(runs)}
 
 
-def sweep_losses(runs: Runs, sweep: Sweep, seeds: int) -> Losses:
-    """Rate -> mean final loss, of the rates whose seeds have all ended."""
+def seed_losses(runs: Runs, sweep: Sweep, seeds: int) -> dict[float, list[float | None]]:
+    """Rate, ascending -> final losses of its seeds, of the rates whose seeds have all ended."""
     found: dict[float, list[float | None]] = {}
     for trial, run in runs.items():
         if trial.sweep == sweep and run.result:
             found.setdefault(trial.rate, []).append(loss_of(run))
-    return {
-        rate: None if None in losses else mean(losses)
-        for rate, losses in sorted(found.items())
-        if len(losses) == seeds
-    }
+    return {rate: losses for rate, losses in sorted(found.items()) if len(losses) == seeds}
+
+
+def sweep_losses(runs: Runs, sweep: Sweep, seeds: int) -> Losses:
+    """The same with the mean over the seeds, and None where one did not make all its updates."""
+    found = seed_losses(runs, sweep, seeds)
+    return {rate: None if None in losses else mean(losses) for rate, losses in found.items()}
 
 
 def sweep_rows(runs: Runs, study: SpectralStudy) -> list[SweepRow]:
@@ -123,8 +130,10 @@ def sweep_rows(runs: Runs, study: SpectralStudy) -> list[SweepRow]:
             losses = sweep_losses(runs, Sweep(*which, width), study.seeds)
             if losses:
                 best = best_rate(losses)
-                by_name = {f"{rate:g}": loss for rate, loss in losses.items()}
-                rows.append(SweepRow(*which, width, by_name, best, losses.get(best)))
+                seeds = seed_losses(runs, Sweep(*which, width), study.seeds)
+                by_name = {f"{rate:g}": found for rate, found in seeds.items()}
+                at_an_end = beyond_the_edge(losses) is not None
+                rows.append(SweepRow(*which, width, by_name, best, losses.get(best), at_an_end))
     return rows
 
 
@@ -139,12 +148,14 @@ def transfer_rows(runs: Runs, study: SpectralStudy) -> list[TransferRow]:
         tuned, best = best_rate(small), best_rate(large)
         known = tuned is not None and best is not None
         transferred, least = large.get(tuned), large.get(best)
+        ending = "not tried" if tuned not in large else "diverged" if transferred is None else "finished"
         rows.append(
             TransferRow(
                 *which,
                 tuned_rate=tuned,
                 best_rate=best,
                 shift=float(np.log2(best / tuned)) if known else None,
+                transferred=ending,
                 transferred_loss=transferred,
                 best_loss=least,
                 excess=None if transferred is None else transferred / least - 1,

@@ -7,11 +7,13 @@ from experiments.studies.named_runs import conclude, load_corpus, train_named
 from experiments.studies.spectral.check import run_check
 from experiments.studies.spectral.plan import SpectralStudy, Sweep, Trial
 from experiments.studies.spectral.report import format_table, write_report
-from experiments.studies.sweeps import sweep
+from experiments.studies.sweeps import best_rate, sweep
 
 
 def run_spectral(study: SpectralStudy, study_dir: Path, progress: bool = True) -> Path:
     """Runs a study: coordinate checks, then sweeps of the rate at every width, narrow models first.
+
+    A rate that is best at the smallest width is tried at the largest in any case.
 
     Every run has its own folder, `spectral-adamw-w64-lr0.004-s0` and so on, and every check its file. What
     has ended is not done again, and an interrupted run goes on where it was.
@@ -40,7 +42,15 @@ def run_spectral(study: SpectralStudy, study_dir: Path, progress: bool = True) -
         # A rate at which one seed diverges is no rate to choose.
         return None if None in losses else mean(losses)
 
+    losses = {
+        which: sweep(
+            study.rates[which.optimizer], study.extensions, lambda rate, which=which: loss(which, rate)
+        )
+        for which in study.sweeps
+    }
     for which in study.sweeps:
-        rates = study.rates[which.optimizer]
-        sweep(rates, study.extensions, lambda rate, which=which: loss(which, rate))
+        if which.width == max(study.widths):
+            tuned = best_rate(losses[which._replace(width=min(study.widths))])
+            if tuned is not None and tuned not in losses[which]:
+                loss(which, tuned)
     return conclude(study_dir, write_report, format_table)

@@ -14,7 +14,7 @@ from experiments.config import ADAMW, SGD, Data, Model, Optimizer, Run
 from experiments.errors import InputError
 from experiments.files import read_json, write_json
 from experiments.model import GPT2, init_params
-from experiments.reporting.records import RunRecord
+from experiments.reporting.records import RunRecord, comparison_notes
 from experiments.studies import named_runs
 from experiments.studies.spectral import study as study_module
 from experiments.studies.spectral.check import LOGITS, gpt2_features, gpt2_probe, read_check, run_check
@@ -28,12 +28,14 @@ from experiments.studies.spectral.plan import (
     Trial,
     trial_of,
 )
+from experiments.studies.spectral.report import MAY_DIFFER
 from experiments.studies.spectral.results import (
     check_rows,
     input_rows,
     read_checks,
     read_study,
     sweep_losses,
+    sweep_rows,
     transfer_rows,
 )
 from spectral import coordinate_check, log_log_slope
@@ -83,10 +85,15 @@ def test_configurations_of_the_tiny_study() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"widths": (8,)}, "at least two widths"),
-        ({"check_widths": (8, 8)}, "two for its checks"),
+        ({"widths": (8,)}, r"two or more ascending widths, got \(8,\)"),
+        ({"check_widths": (8, 8)}, "two or more ascending widths"),
+        ({"rates": {ADAMW: ()}}, "ascending rates for adamw"),
+        ({"rates": {ADAMW: (2e-3, 1e-3)}}, "ascending rates for adamw"),
+        ({"rates": {ADAMW: (1e-3, 0.0)}}, "ascending rates for adamw"),
+        ({"rates": {}, "check_rates": {}}, "for the same ones of"),
         ({"rates": {"lion": (1.0,)}, "check_rates": {"lion": 1.0}}, "the same ones of adamw, sgd, none"),
         ({"check_rates": {}}, "rates and check_rates for the same"),
+        ({"rates": {ADAMW: (-1.0, 1.0)}}, "learning_rate must be positive"),
         ({"seeds": 0}, "at least 1 seed"),
         ({"widths": (8, 14)}, "width 14 is no multiple of the heads' size, 4"),
     ],
@@ -104,6 +111,9 @@ def test_a_plan_is_kept_and_compared(tmp_path: Path) -> None:
         replace(SMALL, seeds=3).save(tmp_path)
     content = read_json(tmp_path / PLAN)
     write_json(tmp_path / PLAN, content | {"colour": "red"})
+    with pytest.raises(InputError, match="not a study's plan"):
+        SpectralStudy.load(tmp_path)
+    write_json(tmp_path / PLAN, content | {"rates": None})
     with pytest.raises(InputError, match="not a study's plan"):
         SpectralStudy.load(tmp_path)
 
@@ -194,6 +204,7 @@ def test_a_study_from_plan_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
             assert losses == {1e-3: loss, 1e8: None}
     for row in transfer_rows(runs, study):
         assert (row.tuned_rate, row.best_rate, row.shift, row.excess) == (1e-3, 1e-3, 0, 0)
+    assert not comparison_notes([*map(of_config, plan_of_all_optimizers())], MAY_DIFFER, "")
     for check, row in zip(plan.checks, check_rows(read_checks(study, tmp_path)), strict=True):
         content = json.loads((tmp_path / f"{check.name}.json").read_text())
         sizes = [values[-1] for values in content["changes"][LOGITS]]
@@ -212,6 +223,14 @@ def test_a_study_from_plan_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     before = report.read_bytes()
     command_line.main(["report", str(tmp_path)])
     assert report.read_bytes() == before
+
+
+def plan_of_all_optimizers() -> list[Run]:
+    return [TINY.config(Trial(*sweep, 0.1, 0)) for sweep in TINY.sweeps]
+
+
+def of_config(config: Run) -> RunRecord:
+    return RunRecord("", {"config": asdict(config)}, [], [], [], 1, None)
 
 
 def fake_run(status: str, loss: float | None) -> RunRecord:
@@ -244,6 +263,44 @@ def test_rates_that_move_and_rates_that_stay() -> None:
     assert (standard.tuned_rate, standard.best_rate, standard.shift) == (4e-3, 1e-3, -2)
     assert standard.excess == pytest.approx(2.205 / 2.005 - 1)
     assert (spectral.shift, spectral.excess) == (0, 0)
+    assert spectral.transferred == "finished"
+    rows = sweep_rows(runs, replace(SMALL, rates={ADAMW: (1e-3, 2e-3)}))
+    # 4e-3 lies below 8e-3, which was tried and diverged; 1e-3 is the lowest.
+    assert [row.at_an_end for row in rows] == [False, True, False, False]
+    assert rows[0].losses["0.008"] == [1.0, None]
+
+
+@pytest.mark.parametrize(("status", "ending"), [("diverged", "diverged"), (None, "not tried")])
+def test_a_rate_that_cannot_be_transferred(status: str | None, ending: str) -> None:
+    runs = {}
+    for parametrization in ("standard", "spectral"):
+        runs[Trial(parametrization, ADAMW, 8, 4e-3, 0)] = fake_run("finished", 2.0)
+        runs[Trial(parametrization, ADAMW, 16, 1e-3, 0)] = fake_run("finished", 2.0)
+        if status:
+            runs[Trial(parametrization, ADAMW, 16, 4e-3, 0)] = fake_run(status, 5.0)
+    for row in transfer_rows(runs, replace(SMALL, seeds=1)):
+        assert (row.transferred, row.transferred_loss, row.excess) == (ending, None, None)
+        assert row.shift == -2
+
+
+def test_a_tuned_rate_is_tried_at_the_largest_width(tmp_path: Path, monkeypatch) -> None:
+    """Losses made up: at width 8 the best rate is far above those that are tried at width 16."""
+    asked = []
+
+    def made_up(config, run_dir, corpus, progress):
+        asked.append(run_dir.name)
+        least = 16e-3 if config.model.width == 8 else 1e-3
+        return 2 + abs(np.log2(config.optimizer.learning_rate / least))
+
+    for name, stand_in in {
+        "train_named": made_up,
+        "run_check": lambda *_: "",
+        "conclude": lambda *_: Path("report.html"),
+    }.items():
+        monkeypatch.setattr(study_module, name, stand_in)
+    study_module.run_spectral(replace(SMALL, extensions=3, seeds=1), tmp_path)
+    assert asked[-2:] == [Trial(each, ADAMW, 16, 16e-3, 0).name for each in ("standard", "spectral")]
+    assert len(asked) == len(set(asked)) == 2 * (2 + 3) + 2 * (2 + 1) + 2
 
 
 def test_a_stored_check_is_read(tmp_path: Path) -> None:
@@ -257,6 +314,14 @@ def test_a_stored_check_is_read(tmp_path: Path) -> None:
     assert again.slopes[LOGITS].features == pytest.approx(
         log_log_slope(made.widths, made.features[LOGITS][:, -1])
     )
+    with pytest.raises(InputError, match="check on another text"):
+        run_check(SMALL, check, replace(corpus, fingerprint="0"), tmp_path)
+    path = tmp_path / f"{check.name}.json"
+    content = read_json(path)
+    for damage in ({"changes": None}, {"features": {"h0 stream": [[1.0]]}}, {"widths": [8]}):
+        write_json(path, content | damage)
+        with pytest.raises(InputError, match="not a coordinate check"):
+            read_check(tmp_path, check)
 
 
 def test_command_line_names_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
