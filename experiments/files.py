@@ -1,10 +1,12 @@
 """A run's folder: files that are there whole or not at all, and `config.json`, which says whose it is."""
 
+import fcntl
 import json
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from experiments.config import Run, differences, to_dict
 from experiments.corpus import Corpus
 from experiments.errors import InputError
 
-CONFIG, METRICS, RESULT = "config.json", "metrics.jsonl", "result.json"
+CONFIG, METRICS, RESULT, LOCK = "config.json", "metrics.jsonl", "result.json", "lock"
 PACKAGES = ("weight-geometry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -99,6 +101,23 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
             raise InputError(f"{path}, line {number}: a line of kind {line['kind']!r} needs `{needed}`")
         lines.append(line)
     return lines, False
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keeps other processes from training in a folder; the lock ends with the process, however that ends.
+
+    Raises:
+      InputError: another one does.
+    """
+    with (run_dir / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{run_dir} is being trained by another process: wait until it has ended, or stop it"
+            ) from error
+        yield
 
 
 def check_config(config: Run, run_dir: Path) -> None:

@@ -19,7 +19,7 @@ from jax import Array
 from experiments.checkpoints import Checkpoints, on_default_device
 from experiments.config import Run, Status
 from experiments.corpus import Corpus, load, train_batches, validation_batches
-from experiments.files import RESULT, check_config, check_corpus, read_json, write_config, write_json
+from experiments.files import RESULT, check_config, check_corpus, locked, read_json, write_config, write_json
 from experiments.metrics import RunEnded, RunLog, Update
 from experiments.model import GPT2, init_params
 from experiments.optimizers import (
@@ -169,7 +169,7 @@ def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress:
 
     Raises:
       InputError: the folder holds another configuration's run, or a run on another text; or the
-        configuration or the corpus cannot be used.
+        configuration or the corpus cannot be used; or another process trains in the folder.
     """
     run_dir = Path(run_dir)
     check_config(config, run_dir)
@@ -181,6 +181,11 @@ def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress:
     # This may reject the configuration, so it comes before the folder is made this configuration's own.
     program = make_program(config, corpus)
     write_config(config, corpus, run_dir)
+    with locked(run_dir):
+        return _run(config, run_dir, corpus, program, progress)
+
+
+def _run(config: Run, run_dir: Path, corpus: Corpus, program: Program, progress: bool) -> Result:
     with (
         Checkpoints(run_dir / "checkpoints") as checkpoints,
         RunLog(config, run_dir, checkpoints.latest_step, progress) as log,

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import chex
@@ -11,10 +13,12 @@ import numpy as np
 import optax
 import pytest
 
+from experiments import files
 from experiments import train as training
 from experiments.checkpoints import Checkpoints, on_default_device
 from experiments.config import Data, Model, Optimizer, Run, Sel, to_dict
 from experiments.corpus import Corpus, validation_batches
+from experiments.errors import InputError
 from experiments.metrics import read_metrics
 from experiments.model import GPT2
 from experiments.train import TrainState, init_state, make_train_step, train
@@ -209,6 +213,23 @@ def test_another_environment_is_told(tmp_path, finished, nothing_is_built):
     (tmp_path / "result.json").write_text((run_dir / "result.json").read_text())
     with pytest.warns(UserWarning, match="versions.jax: '0.0.1' -> "):
         train(CONFIG, tmp_path, corpus=corpus, progress=False)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        with pytest.raises(InputError, match="is being trained by another process"):
+            training.train(CONFIG, tmp_path, corpus=make_corpus(), progress=False)
+        assert not (tmp_path / "metrics.jsonl").exists()
+        other.kill()
+    with files.locked(tmp_path):
+        pass
 
 
 def test_a_folder_with_anothers_metrics_is_refused(tmp_path, nothing_is_built):
