@@ -24,9 +24,10 @@ def draw_coordinate_check(check: CoordinateCheck, step: int = -1) -> Any:
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
+        from matplotlib.ticker import NullLocator
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: python -m pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     slopes = check.slopes_at(step)
     colors = colormaps["viridis"](np.linspace(0, 0.9, len(slopes)))
     last = next(iter(check.features.values())).shape[1] - 1
@@ -40,8 +41,9 @@ def draw_coordinate_check(check: CoordinateCheck, step: int = -1) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(check.widths, [str(width) for width in check.widths])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set(title=titles[kind], xlabel="width", ylabel="RMS")
-        axes.legend(title="slope in brackets", fontsize="small")
+        # Beside the lines, which flat ones leave no corner free of.
+        axes.legend(title="slope in brackets", fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         axes.grid(alpha=0.3)
     return figure
