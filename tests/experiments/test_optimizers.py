@@ -158,6 +158,11 @@ def test_rates_of_the_first_step() -> None:
     np.testing.assert_allclose(jnp.abs(updates["wte"]["embedding"]), 6e-4 / 5, rtol=1e-2)
 
 
+def compiled_update(run: Run):
+    """`first_update` as one program."""
+    return jax.jit(lambda: first_update(run))()
+
+
 def spectral(run: Run, **model) -> Run:
     return replace(run, model=replace(run.model, parametrization="spectral", **model))
 
@@ -168,11 +173,17 @@ def test_spectral_is_standard_at_the_base(name: str) -> None:
     params = init_params(run.model, jax.random.key(0))
     updates = []
     for each in (run, spectral(run, base_width=8, base_heads=2)):
-        optimizer, state = make_optimizer(each), None
-        state = optimizer.init(params)
-        for scale in (1.0, 0.3):
-            moved, state = optimizer.update(jax.tree.map(lambda x: scale * (x + 1), params), state, params)  # noqa: B023
-        updates.append(moved)
+        optimizer = make_optimizer(each)
+
+        @jax.jit
+        def two_updates(params, optimizer=optimizer):
+            state = optimizer.init(params)
+            for scale in (1.0, 0.3):
+                gradient = jax.tree.map(lambda x: scale * (x + 1), params)  # noqa: B023
+                moved, state = optimizer.update(gradient, state, params)
+            return moved
+
+        updates.append(two_updates(params))
     # Muon's matrix signs are in other stacks, so equal to their rounding.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-7), *updates)
 
@@ -186,8 +197,8 @@ def test_rates_at_four_times_the_base(name, matrix, readout, embedding, vector) 
     settings = replace(RUN.optimizer, name=name, weight_decay=0.0, clip_norm=1e9)
     wide = spectral(replace(RUN, optimizer=settings), width=32, base_width=8, base_heads=2)
     (_, updates), (_, same) = (
-        first_update(wide),
-        first_update(replace(wide, model=replace(wide.model, base_width=32))),
+        compiled_update(wide),
+        compiled_update(replace(wide, model=replace(wide.model, base_width=32))),
     )
     found = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a) / jnp.linalg.norm(b)), updates, same)
     expected = {"kernel": matrix, "embedding": embedding, "scale": vector, "bias": vector}
@@ -200,7 +211,7 @@ def test_rates_at_four_times_the_base(name, matrix, readout, embedding, vector) 
 def test_spectral_decay_has_the_rate_alone(name: str) -> None:
     run = spectral(RUN.with_optimizer(name), width=32, base_width=8, base_heads=2)
     off = replace(run, optimizer=replace(run.optimizer, weight_decay=0.0))
-    (params, decayed), (_, plain) = first_update(run), first_update(off)
+    (params, decayed), (_, plain) = compiled_update(run), compiled_update(off)
     # Their multipliers are 1/4 and 1/4 under Adam, 1 and 4 (the embedding) under SGD.
     for path, leaf in named_leaves(params):
         if path.endswith("bias") or path.endswith("scale"):
@@ -214,7 +225,7 @@ def test_spectral_muons_solver_is_the_configurations() -> None:
     settings = replace(RUN.optimizer, name="none", solver="dual_ascent", msign_steps=1)
     run = spectral(replace(RUN, optimizer=settings), base_width=8, base_heads=2)
     (_, crude), (_, exact) = (
-        first_update(replace(run, optimizer=replace(settings, msign_steps=steps))) for steps in (1, 10)
+        compiled_update(replace(run, optimizer=replace(settings, msign_steps=steps))) for steps in (1, 10)
     )
     matrices = [updates["h"]["mlp"]["c_fc"]["kernel"] for updates in (crude, exact)]
     assert float(jnp.abs(matrices[0] - matrices[1]).max()) > 1e-4
