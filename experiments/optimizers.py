@@ -138,9 +138,7 @@ def _spectral(config: Run) -> optax.GradientTransformation:
     settings, rate = config.optimizer, learning_rate_schedule(config)
     betas = {"b1": settings.adam_beta1, "b2": settings.adam_beta2}
 
-    def base() -> Any:
-        return init_params(config.model.base, jax.random.key(0))  # of which only the shapes are evaluated
-
+    base = jax.eval_shape(lambda: init_params(config.model.base, jax.random.key(0)))
     common = {"base": base, "stacked": STACKED, "weight_decay": settings.weight_decay, "mask": _decays}
     if settings.name == ADAMW:
         return spectral_adamw(rate, **betas, **common)
