@@ -21,7 +21,8 @@ _FIELDS = {"raw", "scales", "residual", "anchor"}
 Where = str | Sequence[str] | Mapping[str, MuonDimensionNumbers | None]
 
 WIDTH_FACTOR = 0.2
-"""Default c of `beta = c sqrt(width)`, found by `python -m experiments sel --calibrate` (see the README)."""
+"""Default c of `beta = c sqrt(width)`: a mild curvature. For a small GPT-2 more is better, as
+`python -m experiments sel --calibrate` finds (see the README)."""
 
 
 def default_beta(width: int, factor: float = WIDTH_FACTOR) -> float:

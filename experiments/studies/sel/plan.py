@@ -73,9 +73,9 @@ class SelStudy:
     """Runs at each method's best rate; the sweep's own, seed 0, is one of them."""
     ablation: tuple[int, int] = (128, 4)
     """Width and depth at which the ablations are made."""
-    factors: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
+    factors: tuple[float, ...] = (0.2, 0.8, 1.6, 3.2, 6.4, 12.8)
     """Of the width, that a calibration compares."""
-    calibration_rates: tuple[float, ...] = (2e-3, 4e-3)
+    calibration_rates: tuple[float, ...] = (1e-3, 2e-3)
     """At which it compares them."""
 
     def __post_init__(self) -> None:
