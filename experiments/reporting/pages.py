@@ -67,6 +67,11 @@ def text(value: float | str | None, spec: str = ".4f") -> str:
     return value if isinstance(value, str) else format(value, spec)
 
 
+def from_to(pair: tuple[float | None, float | None]) -> str:
+    """A number at the start and at the end, in a table."""
+    return " → ".join(text(value, ".3g") for value in pair)
+
+
 def setting(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a report says of its runs' common setting, from the facts of one of them (see `RunRecord`)."""
     config, corpus = facts["config"], facts["corpus"]

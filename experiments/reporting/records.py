@@ -185,3 +185,15 @@ def finite(values: np.ndarray) -> list[float]:
 def mean(values: Sequence[float]) -> float | None:
     """The mean; None of nothing."""
     return float(np.mean(values)) if values else None
+
+
+def ends(curves: Sequence[panels.Curve]) -> tuple[float | None, float | None]:
+    """The mean of the curves' first values, and that of their last ones; None where none is finite."""
+    first, last = (np.array([values[end] for _, values in curves if len(values)]) for end in (0, -1))
+    return mean(finite(first)), mean(finite(last))
+
+
+def mean_curve(curves: Sequence[panels.Curve]) -> panels.Curve:
+    """The mean at the steps that all curves have, which are the first ones."""
+    shared = min(len(steps) for steps, _ in curves)
+    return curves[0][0][:shared], np.mean([values[:shared] for _, values in curves], axis=0)

@@ -1,5 +1,6 @@
 """How a study's plan is kept beside its runs: written once, and compared ever after."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,13 +23,13 @@ def save_plan(path: Path, content: Mapping[str, Any]) -> None:
       InputError: it does not.
     """
     if path.exists():
-        if read_json(path) != _plain(content):
+        if read_json(path) != json.loads(json.dumps(content)):
             raise InputError(
                 f"{path.parent} holds another study (see its {path.name}): use another directory"
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, _plain(content))
+    write_json(path, content)
 
 
 def load_plan(path: Path, kind: type[Plan], drop: tuple[str, ...] = ()) -> Plan:
@@ -51,12 +52,6 @@ def load_plan(path: Path, kind: type[Plan], drop: tuple[str, ...] = ()) -> Plan:
         return kind(base=run, **rest)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a study's plan: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _tuples(value: Any) -> Any:

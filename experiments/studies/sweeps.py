@@ -2,8 +2,18 @@
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
+from experiments.reporting.panels import Curve
+
 Losses = Mapping[float, float | None]
 """Rate -> final validation loss; None for a run that ended before its last update."""
+
+
+def loss_curve(losses: Losses) -> Curve:
+    """Rates, ascending, and losses, as a panel draws them: NaN where a run ended before its last update."""
+    rates = sorted(losses)
+    return np.array(rates), np.array([np.nan if losses[rate] is None else losses[rate] for rate in rates])
 
 
 def best_rate(losses: Losses) -> float | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.config import SOLVERS
 from experiments.reporting import panels
-from experiments.reporting.records import RunRecord, final_loss, read_runs
+from experiments.reporting.records import RunRecord, loss_of, read_runs
 from experiments.studies.frontier.stability import Frontier, Verdict
 
 UNCONSTRAINED = "none"
@@ -65,7 +65,7 @@ def read_trials(study_dir: Path) -> tuple[list[RunRecord], list[Trial], Frontier
     for run in runs:
         if run.result:
             assignment, solver, rate = _place(run)
-            losses.setdefault((assignment, solver), {})[rate] = final_loss(run.result["status"], run.final)
+            losses.setdefault((assignment, solver), {})[rate] = loss_of(run)
     verdicts = {sweep: frontier.verdicts(found) for sweep, found in losses.items()}
     trials = [_trial(run, verdicts) for run in runs]
     assignments = list(panels.styles(trial.assignment for trial in trials))

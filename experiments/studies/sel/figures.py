@@ -9,7 +9,7 @@ from experiments.config import MATRICES
 from experiments.probes import QUANTILES
 from experiments.reporting import figures
 from experiments.reporting.panels import Curve, Curves, Style, category_panel, rate_panel, step_panel
-from experiments.reporting.records import RunRecord
+from experiments.reporting.records import RunRecord, mean_curve
 from experiments.studies.sel.plan import ABLATIONS, BASELINE, SEL, Cell, SelStudy
 from experiments.studies.sel.results import (
     AblationRow,
@@ -18,6 +18,7 @@ from experiments.studies.sel.results import (
     at_best_rate,
     sweep_losses,
 )
+from experiments.studies.sweeps import loss_curve
 
 STYLES = {
     BASELINE: Style("AdamW", "#000000", "o", "--"),
@@ -85,30 +86,19 @@ def _curves(
 
 
 def _mean_losses(runs: Sequence[RunRecord]) -> Curve:
-    return _mean_curve([run.losses("eval") for run in runs])
-
-
-def _mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean at the steps that all curves have, which are the first ones."""
-    shared = min(len(steps) for steps, _ in curves)
-    return curves[0][0][:shared], np.mean([values[:shared] for _, values in curves], axis=0)
+    return mean_curve([run.losses("eval") for run in runs])
 
 
 def _rates(runs: Runs, study: SelStudy) -> dict[str, Figure]:
     losses = {
-        cell: {method: dict(sorted(sweep_losses(runs, cell, method).items())) for method in (BASELINE, SEL)}
-        for cell in study.cells
+        cell: {method: sweep_losses(runs, cell, method) for method in (BASELINE, SEL)} for cell in study.cells
     }
     rates = np.unique([rate for each in losses.values() for found in each.values() for rate in found])
     drawn = {}
     for cell, methods in losses.items():
-        found = {
-            method: np.array([[rate, np.nan if loss is None else loss] for rate, loss in sweep.items()]).T
-            for method, sweep in methods.items()
-            if sweep
-        }
+        found = {method: loss_curve(sweep) for method, sweep in methods.items() if sweep}
         drawn[f"rates_{cell}"] = rate_panel(
-            {method: (at, values) for method, (at, values) in found.items()},
+            found,
             STYLES,
             f"Final loss, {cell}",
             "nats per token",
@@ -151,7 +141,7 @@ def _ablations(rows: Sequence[AblationRow]) -> Figure:
 
 def _kurtosis(name: str, found: Mapping[str, Sequence[RunRecord]]) -> Figure:
     def kurtosis(runs: Sequence[RunRecord]) -> Curve:
-        return _mean_curve([run.probe("weights", name, "kurtosis", over_layers=np.mean) for run in runs])
+        return mean_curve([run.probe("weights", name, "kurtosis", over_layers=np.mean) for run in runs])
 
     title = f"Kurtosis, {name.replace('/', ' ')}"
     return step_panel(_curves(found, kurtosis), STYLES, title, "mean over layers and seeds")

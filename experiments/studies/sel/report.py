@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.config import Sel
 from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.pages import Table, from_to, save_images, setting, text, write_page
 from experiments.reporting.records import RunRecord, comparison_notes
 from experiments.studies.sel.figures import STYLES, draw
 from experiments.studies.sel.plan import SEL, SelStudy, Trial
@@ -31,10 +31,6 @@ MAY_DIFFER = (
 
 def _spread(values: Sequence[float], spec: str) -> str:
     return f"{min(values):{spec}} to {max(values):{spec}}" if len(values) > 1 else "–"
-
-
-def _ends(pair: tuple[float | None, float | None], spec: str = ".3g") -> str:
-    return " → ".join(text(value, spec) for value in pair)
 
 
 _CELLS = Table(
@@ -67,12 +63,12 @@ _WEIGHTS = Table(
     {
         "model": lambda row: row.cell,
         "run": lambda row: STYLES[row.method].label,
-        "kurtosis": lambda row: _ends(row.kurtosis),
-        "median size": lambda row: _ends(row.sizes["0.5"]),
-        "0.9": lambda row: _ends(row.sizes["0.9"]),
-        "0.99": lambda row: _ends(row.sizes["0.99"]),
-        "0.999": lambda row: _ends(row.sizes["0.999"]),
-        "largest": lambda row: _ends(row.sizes["1"]),
+        "kurtosis": lambda row: from_to(row.kurtosis),
+        "median size": lambda row: from_to(row.sizes["0.5"]),
+        "0.9": lambda row: from_to(row.sizes["0.9"]),
+        "0.99": lambda row: from_to(row.sizes["0.99"]),
+        "0.999": lambda row: from_to(row.sizes["0.999"]),
+        "largest": lambda row: from_to(row.sizes["1"]),
     },
     left=("model", "run"),
 )

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.config import MATRICES
 from experiments.probes import QUANTILES
 from experiments.reporting.panels import Curve
-from experiments.reporting.records import RunRecord, finite, loss_of, mean, read_runs
+from experiments.reporting.records import RunRecord, ends, loss_of, mean, read_runs
 from experiments.studies.sel.overhead import read_overhead
 from experiments.studies.sel.plan import (
     ABLATIONS,
@@ -224,10 +224,9 @@ def weight_rows(runs: Runs, study: SelStudy) -> list[WeightRow]:
 def _ends(runs: Sequence[RunRecord], quantity: str) -> tuple[float | None, float | None]:
     """A statistic's mean over matrices, layers and runs, at the first and at the last evaluation."""
     curves = [
-        run.probe("weights", matrix, quantity, over_layers=np.mean)[1] for run in runs for matrix in MATRICES
+        run.probe("weights", matrix, quantity, over_layers=np.mean) for run in runs for matrix in MATRICES
     ]
-    first, last = (np.array([curve[end] for curve in curves if len(curve)]) for end in (0, -1))
-    return mean(finite(first)), mean(finite(last))
+    return ends(curves)
 
 
 def _difference(runs: Mapping[int, RunRecord], reference: Mapping[int, RunRecord]) -> float | None:

@@ -1,15 +1,16 @@
 """Figures of a spectral study, by their place in its report: file name -> panel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.config import ADAMW, SGD
-from experiments.reporting.panels import Curve, Style, rate_panel, step_panel
-from experiments.reporting.records import RunRecord
+from experiments.reporting.panels import Style, rate_panel, step_panel
+from experiments.reporting.records import mean_curve
 from experiments.studies.spectral.plan import MUON, SPECTRAL, STANDARD, Check, SpectralStudy, Sweep
 from experiments.studies.spectral.results import CURVES, Runs, at_best_rate, pairs, sweep_losses
+from experiments.studies.sweeps import loss_curve
 from spectral import CoordinateCheck
 
 OPTIMIZER_NAMES = {ADAMW: "AdamW", SGD: "SGD", MUON: "Muon"}
@@ -59,11 +60,7 @@ def _rates(runs: Runs, study: SpectralStudy) -> dict[str, Figure]:
             f"{width}": sweep_losses(runs, Sweep(parametrization, optimizer, width), study.seeds)
             for width in study.widths
         }
-        curves = {
-            width: (np.array(list(found)), np.array([np.nan if x is None else x for x in found.values()]))
-            for width, found in losses.items()
-            if found
-        }
+        curves = {width: loss_curve(found) for width, found in losses.items() if found}
         # Both parametrisations on the same axes, to compare where their minima lie.
         rates = np.unique([t.rate for t in runs if t.optimizer == optimizer])
         drawn[f"rates_{parametrization}_{optimizer}"] = rate_panel(
@@ -102,15 +99,9 @@ def _inputs(quantity: str, parametrization: str, runs: Runs, study: SpectralStud
     for width in study.widths:
         found = at_best_rate(runs, Sweep(parametrization, optimizer, width), study.seeds)
         if found:
-            curves[f"{width}"] = _mean_curve(found, quantity)
+            curves[f"{width}"] = mean_curve([CURVES[quantity](run) for run in found])
     title, axis = _AXES[quantity]
     return step_panel(curves, _styles(study), f"{title}, {parametrization}", axis, log=False)
-
-
-def _mean_curve(runs: Sequence[RunRecord], quantity: str) -> Curve:
-    curves = [CURVES[quantity](run) for run in runs]
-    shared = min(len(steps) for steps, _ in curves)
-    return curves[0][0][:shared], np.mean([values[:shared] for _, values in curves], axis=0)
 
 
 def _check(check: Check, made: CoordinateCheck) -> Figure:

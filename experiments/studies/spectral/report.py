@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting.pages import Table, from_to, save_images, setting, text, write_page
 from experiments.reporting.records import comparison_notes
 from experiments.studies.spectral.figures import COLORS, OPTIMIZER_NAMES, draw
 from experiments.studies.spectral.results import (
@@ -37,10 +37,6 @@ _GROWTHS = {"heads": "more heads", "head_size": "larger heads"}
 def _range(slopes: Sequence[float | None]) -> str:
     low, high = slopes
     return "–" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
-
-
-def _ends(pair: tuple[float | None, float | None]) -> str:
-    return " → ".join(text(value, ".3g") for value in pair)
 
 
 _TRANSFERS = Table(
@@ -85,9 +81,9 @@ _INPUTS = Table(
     {
         **_WHOSE,
         "width": lambda row: str(row.width),
-        "norm over target": lambda row: _ends(row.norm),
-        "null space": lambda row: _ends(row.null_space),
-        "alignment": lambda row: _ends(row.alignment),
+        "norm over target": lambda row: from_to(row.norm),
+        "null space": lambda row: from_to(row.null_space),
+        "alignment": lambda row: from_to(row.alignment),
     },
     left=tuple(_WHOSE),
 )

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.config import PARAMETRIZATIONS
 from experiments.probes import NARROWING
 from experiments.reporting.panels import Curve
-from experiments.reporting.records import RunRecord, finite, loss_of, mean, read_runs
+from experiments.reporting.records import RunRecord, ends, loss_of, mean, read_runs
 from experiments.studies.spectral.check import LOGITS, read_check
 from experiments.studies.spectral.plan import (
     Check,
@@ -195,8 +195,8 @@ def input_rows(runs: Runs, study: SpectralStudy) -> list[InputRow]:
         for width in study.widths:
             found = at_best_rate(runs, Sweep(*which, width), study.seeds)
             if found:
-                ends = {quantity: _ends([curve(run) for run in found]) for quantity, curve in CURVES.items()}
-                rows.append(InputRow(*which, width, **ends))
+                both = {quantity: ends([curve(run) for run in found]) for quantity, curve in CURVES.items()}
+                rows.append(InputRow(*which, width, **both))
     return rows
 
 
@@ -222,11 +222,6 @@ CURVES = {
 def pairs(study: SpectralStudy) -> list[tuple[str, str]]:
     """Parametrisation and optimizer, in the order of the tables."""
     return [(each, optimizer) for optimizer in study.rates for each in PARAMETRIZATIONS]
-
-
-def _ends(curves: Sequence[Curve]) -> tuple[float | None, float | None]:
-    first, last = (np.array([values[end] for _, values in curves if len(values)]) for end in (0, -1))
-    return mean(finite(first)), mean(finite(last))
 
 
 def _range(slopes: Sequence[float]) -> list[float | None]:
