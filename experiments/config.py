@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from experiments.errors import InputError
-from sel_jax import WIDTH_FACTOR
+from sel_jax import CURVATURE
 
 ADAMW, SGD = "adamw", "sgd"
 MATRICES = ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")
@@ -186,8 +186,8 @@ class Sel:
 
     on: bool = False
     """Under AdamW or unconstrained Muon; off, the matrices are ordinary."""
-    width_factor: float = WIDTH_FACTOR
-    """The curvature of a matrix is this times the square root of its fan-in, and at least 1.5."""
+    curvature: float = CURVATURE
+    """beta of a matrix is this over the standard deviation of its initial entries, and at least 1.5."""
     start: Literal["mismatched", "congruent"] = "mismatched"
     """Initial raw weights by inverting the congruent rule, which makes negative weights smaller than drawn,
     or the rule that the model uses itself, so that all weights are as drawn."""
@@ -206,8 +206,8 @@ class Sel:
 
     def __post_init__(self) -> None:
         _require(
-            0 < self.width_factor < math.inf,
-            f"sel.width_factor must be positive and finite, got {self.width_factor}",
+            0 < self.curvature < math.inf,
+            f"sel.curvature must be positive and finite, got {self.curvature}",
         )
         for name in ("e_first", "e_last", "m_first", "m_last"):
             value = getattr(self, name)

@@ -1,6 +1,5 @@
 """A run's optimizer, from its configuration: section names follow the paper's set-up."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from jaxtyping import Array
 
 from experiments.config import ADAMW, MATRICES, SGD, Optimizer, Run
 from experiments.errors import InputError
-from experiments.model import init_params
+from experiments.model import init_params, initial_std
 from manifold_muon import (
     DGram,
     DualAscent,
@@ -25,7 +24,7 @@ from manifold_muon import (
     scale_by_manifold_muon,
 )
 from manifold_muon import constraint_violations as violations_by_path
-from sel_jax import SCALES, annealed, decay_mask, default_beta, reparametrize, scale_rates
+from sel_jax import SCALES, annealed, beta_for, decay_mask, reparametrize, scale_rates
 from spectral import spectral_adamw, spectral_muon, spectral_sgd
 from spectral.paths import map_named, named_leaves
 
@@ -76,14 +75,16 @@ def prepare_params(params: Any, config: Run) -> Any:
     params, sel = project_params(params, manifolds(config)), config.sel
     if not sel.on:
         return params
-    return reparametrize(
-        params,
-        [f"{_STACK}{name}/kernel" for name in MATRICES],
-        beta=functools.partial(default_beta, factor=sel.width_factor),
-        start="mismatched" if sel.start == "mismatched" else "exact",
-        learn=[name for name in SCALES if sel.learnable and (sel.linear or name != "l")],
-        values={} if sel.linear else {"l": 0.0},
-    )
+    for name in MATRICES:
+        params = reparametrize(
+            params,
+            f"{_STACK}{name}/kernel",
+            beta=beta_for(initial_std(config.model, name), sel.curvature),
+            start="mismatched" if sel.start == "mismatched" else "exact",
+            learn=[scale for scale in SCALES if sel.learnable and (sel.linear or scale != "l")],
+            values={} if sel.linear else {"l": 0.0},
+        )
+    return params
 
 
 def constraint_violations(params: Any, config: Run) -> dict[str, Array]:

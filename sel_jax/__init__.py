@@ -2,7 +2,8 @@
 
 from sel_jax.inverse import invert
 from sel_jax.parameters import (
-    WIDTH_FACTOR,
+    CURVATURE,
+    beta_for,
     decay_mask,
     default_beta,
     effective,
@@ -16,13 +17,14 @@ from sel_jax.symexplin import SATURATION, SCALES, SymExpLin
 from sel_jax.weights import SelWeight
 
 __all__ = [
+    "CURVATURE",
     "SATURATION",
     "SCALES",
-    "WIDTH_FACTOR",
     "ScaleRatesState",
     "SelWeight",
     "SymExpLin",
     "annealed",
+    "beta_for",
     "decay_mask",
     "default_beta",
     "effective",

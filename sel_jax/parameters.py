@@ -20,17 +20,32 @@ STARTS: tuple[Start, ...] = get_args(Start)
 _FIELDS = {"raw", "scales", "residual", "anchor"}
 Where = str | Sequence[str] | Mapping[str, MuonDimensionNumbers | None]
 
-WIDTH_FACTOR = 0.2
-"""Default c of `beta = c sqrt(width)`: a mild curvature. For a small GPT-2 more is better, as
-`python -m experiments sel --calibrate` finds (see the README)."""
+CURVATURE = 1.0
+"""Default of beta times the weights' standard deviation, found by `python -m experiments sel --calibrate`."""
+_LEAST_BETA = 1.5
 
 
-def default_beta(width: int, factor: float = WIDTH_FACTOR) -> float:
-    """max(1.5, factor * sqrt(width)): beta |w| is near factor where weights are near 1 / sqrt(width).
+def beta_for(std: float, curvature: float = CURVATURE) -> float:
+    """max(1.5, curvature / std): the beta that is felt by weights of a given size.
 
     From 1 down, the mismatch map has no inverse: negative raw weights would give positive ones.
+
+    Args:
+      std: the weights' standard deviation.
+      curvature: beta |w| of a weight of that size. Well below 1, the map is nearly linear.
+
+    Raises:
+      ValueError: an argument is not positive and finite.
     """
-    return max(1.5, factor * math.sqrt(width))
+    for name, value in {"std": std, "curvature": curvature}.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    return max(_LEAST_BETA, curvature / std)
+
+
+def default_beta(width: int) -> float:
+    """`beta_for` weights of standard deviation 1 / sqrt(width), as most initialisers draw them."""
+    return beta_for(width**-0.5)
 
 
 def reparametrize(
@@ -53,6 +68,7 @@ def reparametrize(
         numbers (None: vectors, along the last axis). Without those, arrays with two or more axes are
         kernels `(..., in, out)`, and others are vectors.
       beta: the map's curvature, or a function of the width, which is a matrix's fan_in and a vector's length.
+        The default is for weights of standard deviation 1 / sqrt(width); `beta_for` gives that of others.
       rule: the map's.
       start: `mismatched` is the paper's initialisation, for fresh weights: the congruent rule is inverted,
         so that under the mismatch rule negative weights start smaller than drawn, and the function changes.

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.files import write_whole
+from experiments.files import write_json, write_whole
 from experiments.reporting.panels import png
 
 _WIDEST = 18
@@ -89,44 +89,62 @@ def setting(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def save_images(study_dir: Path, panels: Mapping[str, Figure]) -> dict[str, str]:
-    """Writes every panel as PNG, and gives for each the `<img>` that holds it whole."""
-    images = {}
-    for name, figure in panels.items():
-        image = png(figure)
-        write_whole(study_dir / f"{name}.png", image)
-        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
-        images[name] = f'<img alt="{html.escape(title)}" src="{source}">'
-    return images
-
-
-def write_page(
-    path: Path,
+def write_report(
+    study_dir: Path,
+    *,
     title: str,
     template: Path,
+    results: Mapping[str, Any],
+    markdown: Sequence[str],
     words: Mapping[str, Any],
-    parts: Mapping[str, str],
+    panels: Mapping[str, Mapping[str, Figure]],
+    tables: Mapping[str, str],
     notes: Sequence[str],
-) -> None:
-    """Writes a page that refers to nothing outside itself.
+) -> Path:
+    """Writes report.html, results.json, results.md and the figures as PNG into a study's directory.
 
     Args:
-      path: of the page.
+      study_dir: where they go.
       title: in the browser's tab.
-      template: the body's file, with a `$name` for every word and part.
+      template: the page's body, with a `$name` for every word and table, a `$name_panels` for all panels of a
+        name, and `$notes`.
+      results: what results.json holds besides the notes.
+      markdown: the paragraphs of results.md.
       words: plain values, which are escaped.
-      parts: HTML, which is not.
-      notes: what a reader must know first; the body's `$notes`.
+      panels: name in the template -> file's name -> figure.
+      tables: HTML.
+      notes: what a reader must know first.
+
+    Returns:
+      The path of report.html, which refers to nothing outside itself.
     """
+    write_json(study_dir / "results.json", {"notes": list(notes), **results})
+    write_whole(study_dir / "results.md", "\n\n".join(markdown) + "\n")
+    images = {
+        f"{place}_panels": " ".join(
+            _save_image(study_dir / f"{name}.png", figure) for name, figure in group.items()
+        )
+        for place, group in panels.items()
+    }
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     notes_list = f'<ul class="notes">{items}</ul>' if items else ""
     escaped = {name: html.escape(str(value)) for name, value in words.items()}
-    body = _template(template).substitute(escaped, **parts, notes=notes_list)
+    body = _template(template).substitute(escaped, **images, **tables, notes=notes_list)
     page = _template(Path(__file__).with_name("page_template.html")).substitute(
         title=html.escape(title), body=body
     )
-    write_whole(path, page)
+    report = study_dir / "report.html"
+    write_whole(report, page)
+    return report
+
+
+def _save_image(path: Path, figure: Figure) -> str:
+    """Writes a panel, and gives the `<img>` that holds it whole."""
+    image = png(figure)
+    write_whole(path, image)
+    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
+    return f'<img alt="{html.escape(title)}" src="{source}">'
 
 
 def _template(path: Path) -> Template:

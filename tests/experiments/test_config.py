@@ -89,7 +89,7 @@ def test_gpt2_small_is_the_papers() -> None:
         (lambda: Run(divergence_margin=0.0), "divergence_margin must be positive"),
         (lambda: Run(steps=20), "warmup_steps 20 must be less than steps 20"),
         (lambda: Run(log_every=0), "log_every must be at least 1"),
-        (lambda: Sel(width_factor=0.0), "sel.width_factor must be positive and finite, got 0.0"),
+        (lambda: Sel(curvature=0.0), "sel.curvature must be positive and finite, got 0.0"),
         (lambda: Sel(m_last=-1.0), "sel.m_last must be finite and not negative"),
         (lambda: Run(sel=Sel(on=True)), "'hetero' holds matrices on a manifold.*choose adamw or none"),
         (lambda: Model(base_heads=3), "base_width 128 is not divisible by model.base_heads 3"),

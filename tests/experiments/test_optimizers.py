@@ -244,18 +244,20 @@ def sel_updates(run: Run):
 
 
 def test_sel_is_for_the_blocks_matrices() -> None:
-    params = sel_params(under_sel(width_factor=1.0))
+    params = sel_params(under_sel(curvature=0.5))
     raw = [name for name, _ in named_leaves(params) if name.endswith("/raw")]
     assert raw == [f"h/{matrix}/kernel/raw" for matrix in MATRICES]
-    for name, fan_in in {"c_fc": 8, "c_proj": 32}.items():
-        assert params["h"]["mlp"][name]["kernel"].config.beta == pytest.approx(fan_in**0.5)
+    # Each is curved at its own entries' size: the projections' are smaller by sqrt(2 * layers).
+    stds = {"c_fc": 0.02, "c_proj": 0.01}
+    for name in stds:
+        assert params["h"]["mlp"][name]["kernel"].config.beta == pytest.approx(0.5 / stds[name])
 
 
 @pytest.mark.parametrize(
     ("settings", "learnt", "exact"),
     [
         ({}, "elmn", False),
-        ({"start": "congruent", "width_factor": 1.0}, "elmn", True),
+        ({"start": "congruent"}, "elmn", True),
         ({"linear": False}, "emn", True),  # the rules differ in the linear path alone
         ({"learnable": False}, "", False),
     ],

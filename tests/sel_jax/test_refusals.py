@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from sel_jax import reparametrize
+from sel_jax import beta_for, reparametrize
 
 BETA = 4.0
 PARAMS = {
@@ -63,3 +63,10 @@ def test_what_is_refused(where, options, error, message):
     for function in (convert, partial(jax.eval_shape, convert)):
         with pytest.raises(error, match=message):
             function(PARAMS)
+
+
+def test_sizes_of_weights_that_have_no_curvature():
+    with pytest.raises(ValueError, match="std must be positive and finite, got 0.0"):
+        beta_for(0.0)
+    with pytest.raises(ValueError, match="curvature must be positive and finite, got -1.0"):
+        beta_for(0.02, curvature=-1.0)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from sel_jax import SelWeight, default_beta, effective, reparametrize
+from sel_jax import SelWeight, beta_for, default_beta, effective, reparametrize
 from tests.sel_jax import map_oracle as oracle
 
 # Jitted once: eager operations on small arrays are compiled one by one.
@@ -70,8 +70,10 @@ def test_every_factor_gets_a_gradient():
 
 
 def test_beta_follows_the_width():
-    assert default_beta(100, 0.4) == 4.0
-    assert default_beta(9, 0.4) == 1.5
+    assert default_beta(100) == pytest.approx(10.0)
+    assert default_beta(2) == 1.5
+    assert beta_for(0.02, curvature=0.4) == pytest.approx(20.0)
+    assert beta_for(0.02, curvature=0.01) == 1.5
     params = {"k": random(0, 3, 16, 5), "v": random(1, 3, 9), "s": jnp.float32(0.5)}
     found = reparametrize(params, {"k": MuonDimensionNumbers(1, 2), "*": None}, beta=float)
     assert [found[name].config.beta for name in "kvs"] == [16.0, 9.0, 1.0]

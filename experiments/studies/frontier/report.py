@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting import pages
+from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.panels import styles
 from experiments.reporting.records import comparison_notes
 from experiments.studies.frontier.figures import draw
@@ -71,24 +71,19 @@ def write_report(study_dir: Path) -> Path:
     Raises:
       InputError: as `read_trials`.
     """
-    study_dir = Path(study_dir)
     runs, trials, frontier = read_trials(study_dir)
     sweeps = summarize(trials, frontier)
-    notes = comparison_notes(runs, _MAY_DIFFER, "assignment, solver and rate")
-    results = {
-        "notes": notes,
-        "frontier": asdict(frontier),
-        "setting": runs[0].facts,
-        "sweeps": [asdict(row) for row in sweeps],
-        "trials": [asdict(row) for row in trials],
-    }
-    write_json(study_dir / "results.json", results)
-    write_whole(study_dir / "results.md", f"{_SWEEPS.markdown(sweeps)}\n\n{_TRIALS.markdown(trials)}\n")
-    report = study_dir / "report.html"
-    write_page(
-        report,
+    return pages.write_report(
+        Path(study_dir),
         title="The stability frontier of Manifold Muon",
-        template=Path(__file__).parent / "template.html",
+        template=Path(__file__).with_name("template.html"),
+        results={
+            "frontier": asdict(frontier),
+            "setting": runs[0].facts,
+            "sweeps": [asdict(row) for row in sweeps],
+            "trials": [asdict(row) for row in trials],
+        },
+        markdown=[_SWEEPS.markdown(sweeps), _TRIALS.markdown(trials)],
         words={
             **setting(runs[0].facts),
             "margin": runs[0].config["divergence_margin"],
@@ -96,17 +91,10 @@ def write_report(study_dir: Path) -> Path:
             "start": f"{frontier.start:g}",
             "cap": f"{frontier.cap:g}",
         },
-        parts={
-            **{
-                measurement: " ".join(save_images(study_dir, panels).values())
-                for measurement, panels in draw(trials, frontier).items()
-            },
-            "sweeps": _SWEEPS.html(sweeps, _color),
-            "trials": _TRIALS.html(trials, _color),
-        },
-        notes=notes,
+        panels=draw(trials, frontier),
+        tables={"sweeps": _SWEEPS.html(sweeps, _color), "trials": _TRIALS.html(trials, _color)},
+        notes=comparison_notes(runs, _MAY_DIFFER, "assignment, solver and rate"),
     )
-    return report
 
 
 def _color(row: Trial | Sweep) -> str:

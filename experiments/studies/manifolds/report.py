@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.files import write_json, write_whole
-from experiments.reporting import figures, panels
-from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting import figures, pages, panels
+from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.records import RunRecord, comparison_notes, finite, read_runs
 
 # Optimizer: manifold of the attention, manifold of the MLP, and the paper's validation loss.
@@ -170,26 +169,19 @@ def write_report(study_dir: Path) -> Path:
     Raises:
       InputError: as `read_runs`.
     """
-    study_dir = Path(study_dir)
     runs = read_runs(study_dir)
-    rows, notes, caveat = (
-        results(runs),
-        comparison_notes(runs, _MAY_DIFFER, "the optimizer's name"),
-        _caveat(runs[0]),
-    )
-    table = {"notes": notes, "runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]}
-    write_json(study_dir / "results.json", table)
-    write_whole(study_dir / "results.md", f"{_TABLE.markdown(rows)}\n\n{caveat}\n")
-    report = study_dir / "report.html"
-    write_page(
-        report,
+    rows, caveat = results(runs), _caveat(runs[0])
+    return pages.write_report(
+        Path(study_dir),
         title="Manifold Muon on GPT-2",
-        template=Path(__file__).parent / "template.html",
+        template=Path(__file__).with_name("template.html"),
+        results={"runs": [asdict(row) | run.facts for row, run in zip(rows, runs, strict=True)]},
+        markdown=[_TABLE.markdown(rows), caveat],
         words={**setting(runs[0].facts), "caveat": caveat},
-        parts={**save_images(study_dir, _draw(runs)), "table": _html_table(rows)},
-        notes=notes,
+        panels={name: {name: figure} for name, figure in _draw(runs).items()},
+        tables={"table": _html_table(rows)},
+        notes=comparison_notes(runs, _MAY_DIFFER, "the optimizer's name"),
     )
-    return report
 
 
 def _caveat(run: RunRecord) -> str:

@@ -8,9 +8,9 @@ from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
 
 
 def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
-    """Compares factors of the width, then courses of the scales' rates, in the grid's middle cell.
+    """Compares curvatures, then courses of the scales' rates, in the grid's middle cell.
 
-    Each factor is tried at every one of `calibration_rates`, and then every course at the best of them.
+    Each curvature is tried at every one of `calibration_rates`, and then every course at the best of them.
     Runs that have ended are not run again, and an interrupted one goes on where it was.
 
     Args:
@@ -27,13 +27,13 @@ def calibrate(study: SelStudy, study_dir: Path, progress: bool = True) -> Path:
     corpus = load_corpus(study.base)
     study.save(study_dir, "calibration")
 
-    def trial(factor: float, rate: float, annealing: str) -> float | None:
-        name = f"c{factor:g}-lr{rate:g}-{annealing}"
-        return train_named(study.calibration(factor, rate, annealing), study_dir / name, corpus, progress)
+    def trial(curvature: float, rate: float, annealing: str) -> float | None:
+        name = f"c{curvature:g}-lr{rate:g}-{annealing}"
+        return train_named(study.calibration(curvature, rate, annealing), study_dir / name, corpus, progress)
 
     losses = {
-        (factor, rate): trial(factor, rate, DEFAULT_ANNEALING)
-        for factor in study.factors
+        (curvature, rate): trial(curvature, rate, DEFAULT_ANNEALING)
+        for curvature in study.curvatures
         for rate in study.calibration_rates
     }
     ended = {key: loss for key, loss in losses.items() if loss is not None}

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.config import Sel
-from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, save_images, setting, text, write_page
+from experiments.reporting import pages
+from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.panels import category_panel, styles
 from experiments.reporting.records import RunRecord, comparison_notes, loss_of, read_runs
 from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
@@ -21,8 +21,8 @@ _MAY_DIFFER = (*(f"config.sel.{field.name}" for field in fields(Sel)), "config.o
 class Row:
     """One run of a calibration."""
 
-    factor: float
-    """c of the curvature c sqrt(fan_in)."""
+    curvature: float
+    """beta times the standard deviation of the initial weights."""
     rate: float
     annealing: str
     """A name in `plan.ANNEALINGS`."""
@@ -33,7 +33,7 @@ class Row:
 
 _TABLE = Table(
     {
-        "factor": lambda row: f"{row.factor:g}",
+        "curvature": lambda row: f"{row.curvature:g}",
         "rate": lambda row: f"{row.rate:g}",
         "scales' rates": lambda row: row.annealing,
         "loss": lambda row: text(row.loss),
@@ -58,8 +58,8 @@ def _rows(runs: Sequence[RunRecord]) -> list[Row]:
         sel = run.config["sel"]
         course = next(name for name, settings in ANNEALINGS.items() if settings.items() <= sel.items())
         rate = run.config["optimizer"]["learning_rate"]
-        rows.append(Row(sel["width_factor"], rate, course, run.status, loss_of(run)))
-    return sorted(rows, key=lambda row: (list(ANNEALINGS).index(row.annealing), row.factor, row.rate))
+        rows.append(Row(sel["curvature"], rate, course, run.status, loss_of(run)))
+    return sorted(rows, key=lambda row: (list(ANNEALINGS).index(row.annealing), row.curvature, row.rate))
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
@@ -85,59 +85,54 @@ def write_report(study_dir: Path) -> Path:
     Raises:
       InputError: as `read_runs`, or `sel.json` is damaged.
     """
-    study_dir = Path(study_dir)
-    study, _ = SelStudy.load(study_dir)
+    study, _ = SelStudy.load(Path(study_dir))
     runs = read_runs(study_dir)
     rows = _rows(runs)
-    notes = comparison_notes(runs, _MAY_DIFFER, "SEL's settings and rate")
-    write_json(
-        study_dir / "results.json",
-        {"notes": notes, "setting": runs[0].facts, "runs": [asdict(row) for row in rows]},
-    )
-    write_whole(study_dir / "results.md", _TABLE.markdown(rows) + "\n")
-    drawn = styles(f"rate {row.rate:g}" for row in rows)
-    report, best = study_dir / "report.html", best_row(rows)
+    best, drawn = best_row(rows), styles(f"rate {row.rate:g}" for row in rows)
     courses = "; ".join(
         f"{name}: e {each['e_first']:g} to {each['e_last']:g}, m {each['m_first']:g} to {each['m_last']:g}"
         for name, each in ANNEALINGS.items()
         if "e_first" in each
     )
-    words = {
-        "courses": courses,
-        "default": DEFAULT_ANNEALING,
-        "rates": ", ".join(f"{rate:g}" for rate in study.calibration_rates),
-    }
-    write_page(
-        report,
+    return pages.write_report(
+        Path(study_dir),
         title="Calibration of SymExpLin",
-        template=Path(__file__).parent / "calibration_template.html",
-        words={**setting(runs[0].facts), **words},
-        parts={
-            "factors_panel": " ".join(save_images(study_dir, {"factors": _figure(study, rows)}).values()),
+        template=Path(__file__).with_name("calibration_template.html"),
+        results={"setting": runs[0].facts, "runs": [asdict(row) for row in rows]},
+        markdown=[_TABLE.markdown(rows)],
+        words={
+            **setting(runs[0].facts),
+            "courses": courses,
+            "default": DEFAULT_ANNEALING,
+            "rates": ", ".join(f"{rate:g}" for rate in study.calibration_rates),
+        },
+        panels={"curvatures": {"curvatures": _figure(study, rows)}},
+        tables={
             "table": _TABLE.html(
                 rows, lambda row: drawn[f"rate {row.rate:g}"].color, bold=lambda row: row is best
-            ),
+            )
         },
-        notes=notes,
+        notes=comparison_notes(runs, _MAY_DIFFER, "SEL's settings and rate"),
     )
-    return report
 
 
 def _figure(study: SelStudy, rows: Sequence[Row]) -> Figure:
     losses = {
-        (row.factor, row.rate): np.nan if row.loss is None else row.loss
+        (row.curvature, row.rate): np.nan if row.loss is None else row.loss
         for row in rows
         if row.annealing == DEFAULT_ANNEALING
     }
     points = {
-        f"rate {rate:g}": np.array([[losses.get((factor, rate), np.nan)] for factor in study.factors])
+        f"rate {rate:g}": np.array(
+            [[losses.get((curvature, rate), np.nan)] for curvature in study.curvatures]
+        )
         for rate in study.calibration_rates
     }
     return category_panel(
         points,
         styles(points),
-        [f"{factor:g}" for factor in study.factors],
+        [f"{curvature:g}" for curvature in study.curvatures],
         "Final loss over the curvature",
-        "factor c of the curvature c sqrt(fan_in)",
+        "curvature: beta times the standard deviation of the initial weights",
         "nats per token",
     )

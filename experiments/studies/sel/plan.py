@@ -25,6 +25,7 @@ METHODS = (BASELINE, SEL, *ABLATIONS)
 ANNEALINGS: dict[str, dict[str, Any]] = {
     "off": {"annealed": False},
     "tenfold": {"e_first": 1.0, "e_last": 0.1, "m_first": 0.1, "m_last": 1.0},
+    "raised": {"e_first": 3.0, "e_last": 1.0, "m_first": 1.0, "m_last": 3.0},
     "tripled": {"e_first": 3.0, "e_last": 0.3, "m_first": 0.3, "m_last": 3.0},
 }
 """The courses of the scales' rates that a calibration compares, by name."""
@@ -73,13 +74,13 @@ class SelStudy:
     """Runs at each method's best rate; the sweep's own, seed 0, is one of them."""
     ablation: tuple[int, int] = (128, 4)
     """Width and depth at which the ablations are made."""
-    factors: tuple[float, ...] = (0.2, 0.8, 1.6, 3.2, 6.4, 12.8)
-    """Of the width, that a calibration compares."""
+    curvatures: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    """Of the map, that a calibration compares."""
     calibration_rates: tuple[float, ...] = (1e-3, 2e-3)
     """At which it compares them."""
 
     def __post_init__(self) -> None:
-        for name in ("widths", "depths", "rates", "factors", "calibration_rates"):
+        for name in ("widths", "depths", "rates", "curvatures", "calibration_rates"):
             if not getattr(self, name):
                 raise InputError(f"an SEL study needs at least one of its {name}")
         if self.seeds < 1 or self.extensions < 0:
@@ -120,10 +121,10 @@ class SelStudy:
             seed=trial.seed,
         )
 
-    def calibration(self, factor: float, rate: float, annealing: str) -> Run:
-        """A run of the calibration: a factor of the width, a rate, and one of `ANNEALINGS`."""
+    def calibration(self, curvature: float, rate: float, annealing: str) -> Run:
+        """A run of the calibration: a curvature, a rate, and one of `ANNEALINGS`."""
         run = self.config(Trial(self.middle, SEL, rate, 0))
-        return replace(run, sel=replace(run.sel, width_factor=factor, **ANNEALINGS[annealing]))
+        return replace(run, sel=replace(run.sel, curvature=curvature, **ANNEALINGS[annealing]))
 
     def save(self, study_dir: Path, purpose: Purpose) -> None:
         """Writes `sel.json`, or checks that the one that is there says the same.

@@ -5,8 +5,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from experiments.config import Sel
-from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, from_to, save_images, setting, text, write_page
+from experiments.reporting import pages
+from experiments.reporting.pages import Table, from_to, setting, text
 from experiments.reporting.records import RunRecord, comparison_notes
 from experiments.studies.sel.figures import STYLES, draw
 from experiments.studies.sel.plan import SEL, SelStudy, Trial
@@ -107,42 +107,30 @@ def write_report(study_dir: Path) -> Path:
     study_dir = Path(study_dir)
     study, runs = read_study(study_dir)
     cells = [cell_row(runs, cell, study_dir) for cell in study.cells]
-    ablations, weights = ablation_rows(runs, study), weight_rows(runs, study)
-    records = list(runs.values())
-    notes = comparison_notes(records, MAY_DIFFER, "model, method, rate and seed")
-    results = {
-        "notes": notes,
-        "setting": records[0].facts,
-        "cells": [asdict(row) for row in cells],
-        "ablations": [asdict(row) for row in ablations],
-        "weights": [asdict(row) for row in weights],
-        "trials": [_facts(trial, run) for trial, run in runs.items()],
-    }
-    write_json(study_dir / "results.json", results)
+    ablations, weights, records = ablation_rows(runs, study), weight_rows(runs, study), list(runs.values())
     tables = {
         "cells": (_CELLS, cells),
         "ablations": (_ABLATIONS, ablations),
         "weights": (_WEIGHTS, weights),
         "trials": (_TRIALS, list(runs.items())),
     }
-    markdown = (table.markdown(rows) for table, rows in tables.values())
-    write_whole(study_dir / "results.md", "\n\n".join(markdown) + "\n")
-    report = study_dir / "report.html"
-    write_page(
-        report,
+    return pages.write_report(
+        study_dir,
         title="SymExpLin on GPT-2",
-        template=Path(__file__).parent / "template.html",
-        words={**setting(records[0].facts), **_words(study)},
-        parts={
-            **{
-                f"{place}_panels": " ".join(save_images(study_dir, panels).values())
-                for place, panels in draw(runs, study, cells, ablations).items()
-            },
-            **{name: table.html(rows, _color) for name, (table, rows) in tables.items()},
+        template=Path(__file__).with_name("template.html"),
+        results={
+            "setting": records[0].facts,
+            "cells": [asdict(row) for row in cells],
+            "ablations": [asdict(row) for row in ablations],
+            "weights": [asdict(row) for row in weights],
+            "trials": [_facts(trial, run) for trial, run in runs.items()],
         },
-        notes=notes,
+        markdown=[table.markdown(rows) for table, rows in tables.values()],
+        words={**setting(records[0].facts), **_words(study)},
+        panels=draw(runs, study, cells, ablations),
+        tables={name: table.html(rows, _color) for name, (table, rows) in tables.items()},
+        notes=comparison_notes(records, MAY_DIFFER, "model, method, rate and seed"),
     )
-    return report
 
 
 def _words(study: SelStudy) -> dict[str, str]:
@@ -155,7 +143,7 @@ def _words(study: SelStudy) -> dict[str, str]:
         "rates": listed(study.rates),
         "extensions": str(study.extensions),
         "seeds": str(study.seeds),
-        "factor": f"{study.base.sel.width_factor:g}",
+        "curvature": f"{study.base.sel.curvature:g}",
         "ablation_cell": "width {}, {} layers".format(*study.ablation),
     }
 

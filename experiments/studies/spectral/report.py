@@ -5,8 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.files import write_json, write_whole
-from experiments.reporting.pages import Table, from_to, save_images, setting, text, write_page
+from experiments.reporting.pages import Table, from_to, setting, text
 from experiments.reporting.records import comparison_notes
 from experiments.studies.spectral.figures import COLORS, OPTIMIZER_NAMES, draw
 from experiments.studies.spectral.results import (
@@ -124,20 +123,14 @@ def write_report(study_dir: Path) -> Path:
         "sweeps": (_SWEEPS, sweep_rows(runs, study)),
         "inputs": (_INPUTS, input_rows(runs, study)),
     }
-    records = list(runs.values())
-    notes = comparison_notes(records, MAY_DIFFER, _MAY_DIFFER)
-    results = {"notes": notes, "setting": records[0].facts} | {
-        name: [asdict(row) for row in rows] for name, (_, rows) in tables.items()
-    }
-    write_json(study_dir / "results.json", results)
-    markdown = (table.markdown(rows) for table, rows in tables.values())
-    write_whole(study_dir / "results.md", "\n\n".join(markdown) + "\n")
-    report = study_dir / "report.html"
-    model = study.base.model
-    write_page(
-        report,
+    records, model = list(runs.values()), study.base.model
+    return pages.write_report(
+        study_dir,
         title="Spectral parametrisation on GPT-2",
         template=Path(__file__).with_name("template.html"),
+        results={"setting": records[0].facts}
+        | {name: [asdict(row) for row in rows] for name, (_, rows) in tables.items()},
+        markdown=[table.markdown(rows) for table, rows in tables.values()],
         words={
             **setting(records[0].facts),
             "widths": ", ".join(map(str, study.widths)),
@@ -158,13 +151,7 @@ def write_report(study_dir: Path) -> Path:
             "optimizers": ", ".join(OPTIMIZER_NAMES[name] for name in study.rates),
             "panels_of": OPTIMIZER_NAMES[next(iter(study.rates))],
         },
-        parts={
-            **{
-                f"{place}_panels": " ".join(save_images(study_dir, panels).values())
-                for place, panels in draw(runs, study, checks).items()
-            },
-            **{name: table.html(rows, _color) for name, (table, rows) in tables.items()},
-        },
-        notes=notes,
+        panels=draw(runs, study, checks),
+        tables={name: table.html(rows, _color) for name, (table, rows) in tables.items()},
+        notes=comparison_notes(records, MAY_DIFFER, _MAY_DIFFER),
     )
-    return report

@@ -39,7 +39,7 @@ STUDY = SelStudy(
     rates=(1e-2, 2e-2, 4e-2),
     seeds=2,
     ablation=(16, 1),
-    factors=(0.4, 0.8),
+    curvatures=(0.4, 0.8),
     calibration_rates=(1e-2, 2e-2),
 )
 
@@ -54,7 +54,7 @@ def write_run(config: Run, run_dir: Path, **_: object) -> Result:
     fall = (4 if config.model.width == 16 else 1) if sel.on else 2
     fall *= 1 + 0.1 * config.seed - 0.1 * abs(math.log2(config.optimizer.learning_rate / 0.02))
     fall *= 1 if sel.annealed else 0.9
-    fall *= 1.05 if sel.width_factor == 0.8 else 1
+    fall *= 1.05 if sel.curvature == 0.8 else 1
     lines = [
         {
             "kind": "eval",
@@ -224,13 +224,13 @@ def test_a_calibration(tmp_path: Path, patched: None, capsys: pytest.CaptureFixt
     main(["report", str(folder)])
     assert "| 0.8 | 0.02 | tripled | 3.9500 | finished |" in capsys.readouterr().out
     rows = calibration_report.read_rows(folder)
-    assert [(row.annealing, row.factor, row.rate) for row in rows] == [
+    assert [(row.annealing, row.curvature, row.rate) for row in rows] == [
         ("off", 0.8, 0.02),
-        *(("tenfold", factor, rate) for factor in (0.4, 0.8) for rate in (0.01, 0.02)),
-        ("tripled", 0.8, 0.02),
+        *(("tenfold", curvature, rate) for curvature in (0.4, 0.8) for rate in (0.01, 0.02)),
+        *((annealing, 0.8, 0.02) for annealing in ("raised", "tripled")),
     ]
     best = calibration_report.best_row(rows)
-    assert best is not None and (best.factor, best.rate) == (0.8, 0.02)
+    assert best is not None and (best.curvature, best.rate) == (0.8, 0.02)
     text = re.sub(r'src="data:image/png;base64,[^"]+"', "", report.read_text())
     assert "$" not in text and "tripled: e 3 to 0.3, m 0.3 to 3" in text
     assert json.loads((folder / "results.json").read_text())["notes"] == []

@@ -47,7 +47,7 @@ def make_study(folder: Path, **changes) -> SelStudy:
         "extensions": 1,
         "seeds": 2,
         "ablation": (16, 1),
-        "factors": (0.4, 0.8),
+        "curvatures": (0.4, 0.8),
         "calibration_rates": (1e-2, 2e-2),
     }
     return SelStudy(base=base, **settings | changes)
@@ -64,7 +64,7 @@ class CountingTrainer:
         if config.sel.on and config.model.width == 32:
             return Result("diverged", 4, "", 9.0, 5.0)
         best = 0.08 if config.sel.on else 0.02
-        loss = 2 + abs(math.log2(config.optimizer.learning_rate / best)) + abs(config.sel.width_factor - 0.8)
+        loss = 2 + abs(math.log2(config.optimizer.learning_rate / best)) + abs(config.sel.curvature - 0.8)
         return Result("finished", 6, "", loss, loss)
 
 
@@ -131,8 +131,8 @@ def test_runs_of_a_calibration(tmp_path: Path, trainer: CountingTrainer) -> None
     study = make_study(tmp_path, widths=(16,))
     calibration.calibrate(study, tmp_path / "study", progress=False)
     assert trainer.trained == [
-        *(f"c{factor}-lr{rate}-tenfold" for factor in (0.4, 0.8) for rate in (0.01, 0.02)),
-        *(f"c0.8-lr0.02-{annealing}" for annealing in ("off", "tenfold", "tripled")),
+        *(f"c{curvature}-lr{rate}-tenfold" for curvature in (0.4, 0.8) for rate in (0.01, 0.02)),
+        *(f"c0.8-lr0.02-{annealing}" for annealing in ("off", "tenfold", "raised", "tripled")),
     ]
 
 
