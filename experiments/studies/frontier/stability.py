@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.errors import InputError
-from experiments.files import read_json, write_json
+from experiments.files import read_json
+from experiments.studies.plans import save_plan
 from experiments.studies.sweeps import Losses
 
 FRONTIER = "frontier.json"
@@ -84,16 +84,7 @@ class Frontier:
         Raises:
           InputError: it is not.
         """
-        path = study_dir / FRONTIER
-        if path.exists():
-            if (stored := type(self).load(study_dir)) != self:
-                raise InputError(
-                    f"{study_dir} holds a frontier with other rules, {stored}, now {self}: "
-                    "use another directory"
-                )
-            return
-        study_dir.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(self))
+        save_plan(study_dir / FRONTIER, asdict(self))
 
     @classmethod
     def load(cls, study_dir: Path) -> "Frontier":

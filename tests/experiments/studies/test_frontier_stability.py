@@ -106,7 +106,7 @@ def test_rules_are_stored_once(tmp_path) -> None:
     RULES.save(study)
     RULES.save(study)
     assert Frontier.load(study) == RULES
-    with pytest.raises(InputError, match="other rules.*start=0.02.*start=0.04.*another directory"):
+    with pytest.raises(InputError, match="start is 0.02 there and 0.04 now; use another directory"):
         Frontier(3.0, start=0.04, doublings=4, halvings=3).save(study)
     (study / "frontier.json").write_text('{"start": 1}')
     with pytest.raises(InputError, match="lacks unigram_entropy"):
