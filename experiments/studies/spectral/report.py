@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.reporting import pages
 from experiments.reporting.pages import Table, from_to, setting, text
 from experiments.reporting.records import comparison_notes
 from experiments.studies.spectral.figures import COLORS, OPTIMIZER_NAMES, draw
