@@ -100,7 +100,8 @@ def compare(workload: Workload, on_accelerator: dict[str, Measured]) -> list[Row
     for name, step, taken in race(racers, workload):
         if taken is not None:
             seconds[name].append(taken)
-            print(f"{workload.name}, step {step}, {name}: {taken:.3f} s", flush=True)
+        time = "not timed" if taken is None else f"{taken:.3f} s"
+        print(f"{workload.name}, step {step}, {name}: {time}", flush=True)
     tokens, rows = next(workload.batches()), []
     for racer in racers:
         row = timed_row(racer, seconds[racer.name], seconds[REFERENCE])
