@@ -1,5 +1,6 @@
 """The report of SEL's calibration, made from the stored metrics alone."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,24 +12,30 @@ from experiments.config import Sel
 from experiments.reporting import pages
 from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.panels import category_panel, styles
-from experiments.reporting.records import RunRecord, comparison_notes, loss_of, read_runs
-from experiments.studies.sel.plan import ANNEALINGS, DEFAULT_ANNEALING, SelStudy
+from experiments.reporting.records import RunRecord, comparison_notes, loss_of, mean, read_runs
+from experiments.studies.sel.plan import ANNEALINGS, FIXED, SelStudy
 
-_MAY_DIFFER = (*(f"config.sel.{field.name}" for field in fields(Sel)), "config.optimizer.learning_rate")
+_MAY_DIFFER = (
+    *(f"config.sel.{field.name}" for field in fields(Sel)),
+    "config.optimizer.learning_rate",
+    "config.seed",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of a calibration."""
+    """The runs of a calibration that differ in nothing but the seed."""
 
     curvature: float
     """beta times the standard deviation of the initial weights."""
     rate: float
     annealing: str
     """A name in `plan.ANNEALINGS`."""
-    status: str
+    statuses: list[str]
+    losses: list[float]
+    """Final validation losses of the runs that made all their updates."""
     loss: float | None
-    """Final validation loss; None if the run has not made all its updates."""
+    """Their mean."""
 
 
 _TABLE = Table(
@@ -37,14 +44,15 @@ _TABLE = Table(
         "rate": lambda row: f"{row.rate:g}",
         "scales' rates": lambda row: row.annealing,
         "loss": lambda row: text(row.loss),
-        "status": lambda row: row.status,
+        "of the seeds": lambda row: ", ".join(map(text, row.losses)) if len(row.losses) > 1 else "–",
+        "status": lambda row: ", ".join(dict.fromkeys(row.statuses)),
     },
     left=("scales' rates", "status"),
 )
 
 
 def read_rows(study_dir: Path) -> list[Row]:
-    """The runs of a calibration, in the order of the table.
+    """What was tried in a calibration, in the order of the table.
 
     Raises:
       InputError: as `read_runs`.
@@ -53,23 +61,26 @@ def read_rows(study_dir: Path) -> list[Row]:
 
 
 def _rows(runs: Sequence[RunRecord]) -> list[Row]:
-    rows = []
+    tried = defaultdict(list)
     for run in runs:
         sel = run.config["sel"]
         course = next(name for name, settings in ANNEALINGS.items() if settings.items() <= sel.items())
-        rate = run.config["optimizer"]["learning_rate"]
-        rows.append(Row(sel["curvature"], rate, course, run.status, loss_of(run)))
+        tried[sel["curvature"], run.config["optimizer"]["learning_rate"], course].append(run)
+    rows = []
+    for tuned, found in tried.items():
+        losses = [loss for run in found if (loss := loss_of(run)) is not None]
+        rows.append(Row(*tuned, [run.status for run in found], losses, mean(losses)))
     return sorted(rows, key=lambda row: (list(ANNEALINGS).index(row.annealing), row.curvature, row.rate))
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The one with the lowest loss; None if no run has made all its updates."""
+    """The one with the lowest mean loss; None if no run has made all its updates."""
     ended = [row for row in rows if row.loss is not None]
     return min(ended, key=lambda row: row.loss, default=None)
 
 
 def format_table(study_dir: Path) -> str:
-    """A row for each run, in Markdown."""
+    """A row for each setting, in Markdown."""
     return _TABLE.markdown(read_rows(study_dir))
 
 
@@ -98,12 +109,12 @@ def write_report(study_dir: Path) -> Path:
         Path(study_dir),
         title="Calibration of SymExpLin",
         template=Path(__file__).with_name("calibration_template.html"),
-        results={"setting": runs[0].facts, "runs": [asdict(row) for row in rows]},
+        results={"setting": runs[0].facts, "rows": [asdict(row) for row in rows]},
         markdown=[_TABLE.markdown(rows)],
         words={
             **setting(runs[0].facts),
             "courses": courses,
-            "default": DEFAULT_ANNEALING,
+            "seeds": study.seeds,
             "rates": ", ".join(f"{rate:g}" for rate in study.calibration_rates),
         },
         panels={"curvatures": {"curvatures": _figure(study, rows)}},
@@ -120,7 +131,7 @@ def _figure(study: SelStudy, rows: Sequence[Row]) -> Figure:
     losses = {
         (row.curvature, row.rate): np.nan if row.loss is None else row.loss
         for row in rows
-        if row.annealing == DEFAULT_ANNEALING
+        if row.annealing == FIXED
     }
     points = {
         f"rate {rate:g}": np.array(

@@ -29,7 +29,8 @@ ANNEALINGS: dict[str, dict[str, Any]] = {
     "tripled": {"e_first": 3.0, "e_last": 0.3, "m_first": 0.3, "m_last": 3.0},
 }
 """The courses of the scales' rates that a calibration compares, by name."""
-DEFAULT_ANNEALING = "tenfold"
+FIXED = "off"
+"""The course under which a calibration compares curvatures."""
 
 
 class Cell(NamedTuple):
@@ -71,10 +72,11 @@ class SelStudy:
     extensions: int = 2
     """Most rates that a sweep may add beyond the ends of the grid."""
     seeds: int = 3
-    """Runs at each method's best rate; the sweep's own, seed 0, is one of them."""
+    """Runs at each method's best rate, and of each course in a calibration; a sweep's own, seed 0, is one of
+    them."""
     ablation: tuple[int, int] = (128, 4)
     """Width and depth at which the ablations are made."""
-    curvatures: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    curvatures: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """Of the map, that a calibration compares."""
     calibration_rates: tuple[float, ...] = (1e-3, 2e-3)
     """At which it compares them."""
@@ -121,9 +123,9 @@ class SelStudy:
             seed=trial.seed,
         )
 
-    def calibration(self, curvature: float, rate: float, annealing: str) -> Run:
-        """A run of the calibration: a curvature, a rate, and one of `ANNEALINGS`."""
-        run = self.config(Trial(self.middle, SEL, rate, 0))
+    def calibration(self, curvature: float, rate: float, annealing: str, seed: int) -> Run:
+        """A run of the calibration: a curvature, a rate, one of `ANNEALINGS`, and a seed."""
+        run = self.config(Trial(self.middle, SEL, rate, seed))
         return replace(run, sel=replace(run.sel, curvature=curvature, **ANNEALINGS[annealing]))
 
     def save(self, study_dir: Path, purpose: Purpose) -> None:

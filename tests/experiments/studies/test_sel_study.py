@@ -18,6 +18,7 @@ from experiments.studies.sel import study as study_module
 from experiments.studies.sel.overhead import Overhead, read_overhead
 from experiments.studies.sel.plan import (
     ABLATIONS,
+    ANNEALINGS,
     SEL_PRESETS,
     Cell,
     SelStudy,
@@ -131,8 +132,8 @@ def test_runs_of_a_calibration(tmp_path: Path, trainer: CountingTrainer) -> None
     study = make_study(tmp_path, widths=(16,))
     calibration.calibrate(study, tmp_path / "study", progress=False)
     assert trainer.trained == [
-        *(f"c{curvature}-lr{rate}-tenfold" for curvature in (0.4, 0.8) for rate in (0.01, 0.02)),
-        *(f"c0.8-lr0.02-{annealing}" for annealing in ("off", "tenfold", "raised", "tripled")),
+        *(f"c{curvature}-lr{rate}-off-s0" for curvature in (0.4, 0.8) for rate in (0.01, 0.02)),
+        *(f"c0.8-lr0.02-{name}-s{seed}" for name in ANNEALINGS for seed in (0, 1)),
     ]
 
 
