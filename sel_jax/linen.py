@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import linen as nn
+from flax.linen import meta
+from jaxtyping import Array
 
 from sel_jax.parameters import Start, Where, default_beta, effective, reparametrize
 from sel_jax.symexplin import SCALES, Rule
@@ -18,6 +21,8 @@ class Reparametrized(nn.Module):
     the plain model's params.
 
     Inside `nn.scan` a node has no layer axis, like any weight there; its arrays are stacked like others.
+    Where the plain weight comes in a box with its axes' names (`nn.with_partitioning`,
+    `nn.with_logical_partitioning`), so does each of its node's arrays; take them out, as ever, by `nn.unbox`.
     A layer that also runs outside of its wrapper would meet nodes there and fail.
 
     Attributes:
@@ -61,15 +66,15 @@ class Reparametrized(nn.Module):
         return nn.map_variables(
             lambda layer: layer(*args, **kwargs),
             "params",
-            trans_in_fn=effective,
+            trans_in_fn=lambda variables: effective(meta.unbox(variables)),
             trans_out_fn=to_nodes,
             # Once: a wrapper that is run twice finds its nodes.
             init=self.is_initializing() and "params" not in self.layer.variables,
         )(self.layer)
 
     def _nodes(self, params: Any) -> Any:
-        return reparametrize(
-            params,
+        nodes = reparametrize(
+            meta.unbox(params),
             self.where,
             beta=self.beta,
             rule=self.rule,
@@ -79,3 +84,27 @@ class Reparametrized(nn.Module):
             rank=self.rank,
             key=self.make_rng("params") if self.rank else None,
         )
+        return jax.tree.map(_boxed_like, params, nodes, is_leaf=meta.is_axis_metadata)
+
+
+def _boxed_like(plain: Any, new: Any) -> Any:
+    """The new weight or node, its arrays boxed as the plain weight is (if it is).
+
+    An axis of the size that the weight has in the same place keeps the weight's name for it; the axes of
+    length 1 of scales, and a residual's rank, have none.
+    """
+    if not meta.is_axis_metadata(plain):
+        return new
+    (weight,) = jax.tree.leaves(plain)
+    shape = weight.shape
+
+    def boxed(x: Array) -> Any:
+        if x.shape == shape:
+            return plain.replace_boxed(x)
+        if not isinstance(plain, nn.Partitioned) or x.ndim != len(shape):
+            return x
+        names = (*plain.names, *[None] * (len(shape) - len(plain.names)))
+        kept = (name if a == b else None for name, a, b in zip(names, x.shape, shape, strict=True))
+        return plain.replace(value=x, names=tuple(kept))
+
+    return jax.tree.map(boxed, new)

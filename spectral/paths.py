@@ -12,10 +12,11 @@ T = TypeVar("T")
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """(name, leaf) of every leaf, in the tree's order.
 
-    A name is the leaf's path, like `h/attn/c_attn/kernel`. An NNX variable's name is its own, without the
-    `/value` under which it holds its array. None and optax.MaskedNode have no leaves and are passed over.
+    A name is the leaf's path, like `h/attn/c_attn/kernel`. That of an NNX variable, or of a Linen box such as
+    `nn.Partitioned`, is its own, without the `/value` under which it holds its array. None and
+    optax.MaskedNode have no leaves and are passed over.
     """
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_nnx_variable)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_flax_box)
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, node in nodes
@@ -23,10 +24,10 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _is_nnx_variable(node: Any) -> bool:
+def _is_flax_box(node: Any) -> bool:
     # By name, since this package does not import Flax.
     return any(
-        cls.__module__.startswith("flax.nnx") and cls.__name__ in ("Variable", "VariableState")
+        cls.__module__.startswith("flax.") and cls.__name__ in ("Variable", "VariableState", "AxisMetadata")
         for cls in type(node).__mro__
     )
 

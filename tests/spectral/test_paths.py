@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.core import FrozenDict
 
@@ -63,6 +64,13 @@ def test_nnx_state_has_no_value_in_its_names():
     assert names(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == expected
     found = match(nnx.state(model, nnx.Param), {"attn/kernel": "a", "*kernel": "b"})
     assert found == {"attn/kernel": "a", "layers/0/kernel": "b"}
+
+
+def test_linen_boxes_have_no_value_in_their_names():
+    box = nn.Partitioned(jnp.ones(2), names=("model",))
+    assert names({"dense": {"kernel": box, "bias": jnp.ones(2)}}) == ["dense/bias", "dense/kernel"]
+    doubled = map_named(lambda name, x: 2 * x, {"kernel": box})
+    assert isinstance(doubled["kernel"], nn.Partitioned)
 
 
 def test_a_key_named_value_keeps_its_name():
