@@ -72,8 +72,11 @@ class Row:
 
 
 def timed_row(racer: Racer, seconds: Sequence[float], reference: Sequence[float]) -> Row:
-    """A row with nothing but times: the racer's, and the reference's to compare them with."""
-    return Row(racer.name, list(seconds), float(np.median(seconds) / np.median(reference)))
+    """A row with nothing but times: the racer's, and the reference's to compare them with.
+
+    A racer that was stopped is compared over the rounds that it took part in: a machine's speed drifts.
+    """
+    return Row(racer.name, list(seconds), float(np.median(seconds) / np.median(reference[: len(seconds)])))
 
 
 def full_row(
