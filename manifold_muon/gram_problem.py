@@ -9,20 +9,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from manifold_muon.inverse_roots import Backend, Svd
 from manifold_muon.manifolds import DGram, Manifold, Stiefel
 from manifold_muon.unit_ball import into_ball, squared_norm
 from spectral.products import matmul, symmetric_product
 
-_ROUNDING = 5e-7
-"""Of a float32 Gram matrix, relative to its norm."""
 _SVD_NOISE = 3e-4
-"""The same for M itself, in units of g's RMS singular value; and for g = 0."""
-_RANK_ONE = 0.7
-"""||K||_F / tr K, which is 1 at rank one. Gradients of a fresh GPT-2 have 0.85 to 0.99, of a trained one 0.2
-to 0.5; at 0.85 and above directions by `eigh` have norms of 1.1 to 1.3 in float32."""
+"""Singular values of M below it, in units of g's RMS singular value, drown in M's own rounding."""
 _INNER_STEPS = 8
 _INNER_TOLERANCE = 3e-2
 """Of the inner solve, on the square of the preconditioned residual's norm."""
@@ -41,8 +36,8 @@ class Problem(NamedTuple):
     """D; its diagonal alone on manifolds with orthogonal columns."""
     sums: Float[Array, "n n"]
     """D_ii + D_jj; 1 where both are zero, and nothing is constrained."""
-    noise: Float[Array, ""]
-    """Least damping: singular values of M below it drown in the rounding of M^T M."""
+    size: Float[Array, ""]
+    """||K||_F."""
 
     @classmethod
     def create(cls, g: Float[Array, "m n"], w: Float[Array, "m n"], manifold: Manifold) -> "Problem":
@@ -56,13 +51,12 @@ class Problem(NamedTuple):
             matmul(g.mT, w),
             diagonal if orthogonal else symmetric_product(w.mT, w),
             jnp.where(sums > 0, sums, 1),
-            jnp.maximum(jnp.sqrt(_ROUNDING * jnp.linalg.norm(gram_g)), _SVD_NOISE),
+            jnp.linalg.norm(gram_g),
         )
 
-    @property
-    def nearly_rank_one(self) -> Bool[Array, ""]:
-        """Whether G's other singular values drown in the rounding of K, or in that of K's eigenvalues."""
-        return jnp.linalg.norm(self.gram_g) > _RANK_ONE * jnp.trace(self.gram_g)
+    def noise(self, backend: Backend) -> Float[Array, ""]:
+        """Least damping: singular values of M below it drown in the rounding of M^T M and its root."""
+        return jnp.maximum(jnp.sqrt(backend.rounding * self.size), _SVD_NOISE)
 
     def first_dual(self, manifold: Manifold) -> Float[Array, "n n"]:
         """The L of the tangent part of G: exact for a square Stiefel W."""
@@ -111,7 +105,7 @@ def evaluate(
     else:
         half = 2 * matmul(problem.cross + d_dual.mT, dual)
         gram = problem.gram_g + half + half.mT
-        inverse = backend.inverse_root(gram, damping, problem.noise)
+        inverse = backend.inverse_root(gram, damping, problem.noise(backend))
         w_a = matmul(problem.cross.mT + 2 * d_dual, inverse.root)
         g_a = jnp.sum(gram * inverse.root) - 2 * jnp.sum(dual * w_a)  # tr(M^T A) - 2 tr(L W^T A)
     residual = manifold.project_symmetric(w_a + w_a.mT)

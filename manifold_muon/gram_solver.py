@@ -62,9 +62,9 @@ class GramSolver:
     reverse-mode differentiation and a step of constant cost need."""
     method: Method = "auto"
     """How roots are taken: `eigh` of the Gram matrix or `svd` of M (both one matrix after the other),
-    `products` (matrix products alone, batched), or `auto`. That is `products` on GPUs and TPUs; on CPUs
-    `eigh`, but `svd` for a G that is nearly of rank one, as at the start of a training; and `svd` everywhere
-    below a tolerance of 5e-3. Decompositions have no useful derivative at repeated singular values."""
+    `products` (matrix products alone, batched), or `auto`. That is `products` on GPUs and TPUs and `eigh`, in
+    float64, on CPUs; but `svd` everywhere below a tolerance of 5e-3. Decompositions have no useful derivative
+    at repeated singular values."""
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
@@ -106,8 +106,8 @@ class GramSolver:
             dual = jnp.zeros((*batch, n, n), g.dtype) + 0 * g[..., :n, :]
         flat = (g.reshape(-1, m, n), w.reshape(-1, m, n), dual.astype(g.dtype).reshape(-1, n, n))
 
-        def by(*backends: Backend | Svd, one_by_one: bool = True) -> Solution:
-            solve = partial(self._solve, manifold=manifold, backends=backends)
+        def by(backend: Backend | Svd, one_by_one: bool = True) -> Solution:
+            solve = partial(self._solve, manifold=manifold, backend=backend)
             if one_by_one:
                 return jax.lax.map(lambda arguments: solve(*arguments), flat)
             return jax.vmap(solve)(*flat)
@@ -122,7 +122,7 @@ class GramSolver:
         elif self.tolerance < _TIGHT:
             solution = ways["svd"]()
         else:
-            solution = jax.lax.platform_dependent(cpu=partial(by, Eigh(), Svd()), default=ways["products"])
+            solution = jax.lax.platform_dependent(cpu=ways["eigh"], default=ways["products"])
         solution = Solution(*(x.reshape(*batch, *x.shape[1:]) for x in solution))
         return solution._replace(dual=None) if _closed_form(g.shape, manifold) else solution
 
@@ -132,17 +132,11 @@ class GramSolver:
         w: Float[Array, "m n"],
         dual: Array,
         manifold: Manifold,
-        backends: tuple[Backend | Svd, ...],
+        backend: Backend | Svd,
     ) -> Solution:
-        """One matrix; of two backends, the second where the Gram matrix's rounding would show."""
+        """One matrix."""
         with jax.named_scope("gram"):
             problem = Problem.create(_normalized(g), w, manifold)
-        first, *other = (partial(self._solution, problem, manifold, backend) for backend in backends)
-        return jax.lax.cond(problem.nearly_rank_one, *other, first, dual) if other else first(dual)
-
-    def _solution(
-        self, problem: Problem, manifold: Manifold, backend: Backend | Svd, dual: Array
-    ) -> Solution:
         closed_form = _closed_form(problem.g.shape, manifold)
         search = self._search(problem, manifold, backend, dual, closed_form)
         with jax.named_scope("direction"):

@@ -34,6 +34,9 @@ class InverseRoot(NamedTuple):
 class Backend(Protocol):
     """One way from the Gram matrix to R."""
 
+    rounding: float
+    """What there is of it in a root, relative to the norm of the Gram matrix: the least eps^2."""
+
     def inverse_root(
         self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
     ) -> InverseRoot:
@@ -48,8 +51,34 @@ class Backend(Protocol):
 
 # One matrix at a time: two batched LAPACK calls at once can hang XLA's CPU thread pool (see spectral.svd).
 @jax.custom_batching.sequential_vmap
+def _eigh_once(x: Array) -> tuple[Array, Array]:
+    def in_float64(x: Array) -> tuple[Array, ...]:
+        with jax.enable_x64(True):
+            wide = jnp.linalg.eigh(x.astype(jnp.float64), symmetrize_input=False)
+            return tuple(y.astype(x.dtype) for y in wide)
+
+    def as_is(x: Array) -> tuple[Array, ...]:
+        return tuple(jnp.linalg.eigh(x, symmetrize_input=False))
+
+    # LAPACK's float32 is wrong by up to 2e-6 of the largest eigenvalue at n = 768, which is much beside
+    # eps^2: directions' norms came out as up to 60. Float64 takes up to twice the time.
+    return jax.lax.platform_dependent(x, cpu=in_float64, default=as_is)
+
+
+@jax.custom_jvp
 def _eigh(x: Array) -> tuple[Array, Array]:
-    return tuple(jnp.linalg.eigh(x, symmetrize_input=False))
+    """Eigenvalues in ascending order, and eigenvectors."""
+    return _eigh_once(x)
+
+
+@_eigh.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
+    # Apart from the decomposition, since a transposed program cannot go from float32 to float64 and back.
+    values, vectors = _eigh(*primals)
+    inner = matmul(vectors.mT, matmul(*tangents, vectors))
+    apart = values - values[:, None]
+    rotation = inner * jnp.where(apart == 0, 0, 1 / jnp.where(apart == 0, 1, apart))
+    return (values, vectors), (jnp.diagonal(inner), matmul(vectors, rotation))
 
 
 @jax.custom_batching.sequential_vmap
@@ -60,20 +89,11 @@ def _svd(x: Array) -> tuple[Array, Array, Array]:
 class _Spectral:
     """R and its Lyapunov equation from M's singular values and right singular vectors."""
 
-    def _inverse_root(
-        self, values: Array, vectors: Array, damping: Array, noise: Array, gram: Array | None = None
-    ) -> InverseRoot:
-        """The inverse root; with a Gram matrix, corrected for the decomposition's error."""
+    def _inverse_root(self, values: Array, vectors: Array, damping: Array, noise: Array) -> InverseRoot:
         nuclear = jnp.sum(values)
         epsilon = jnp.maximum(damping * nuclear / len(values), noise)
         sigma = jnp.sqrt(values**2 + epsilon**2)
-        scaled, inner = vectors / sigma, vectors.mT
-        if gram is not None:
-            # LAPACK's eigenvalues are off by some 4e-7 of the largest, which is much beside eps^2: A's norm
-            # would be up to 1.3. One Newton-Schulz step, R (3 I - R (M^T M + eps^2 I) R) / 2, by factors.
-            square = symmetric_product(scaled.mT, matmul(gram, scaled)) + jnp.diag((epsilon / sigma) ** 2)
-            inner = 1.5 * inner - 0.5 * matmul(square, inner)
-        root = symmetric_product(scaled, inner)
+        root = symmetric_product(vectors / sigma, vectors.mT)
         # Not R M^T M R, in which rounding is amplified by 1 / eps^2.
         direction_gram = symmetric_product(vectors * (values / sigma) ** 2, vectors.mT)
         return InverseRoot(root, nuclear, direction_gram, (sigma, values, vectors))
@@ -89,11 +109,13 @@ class _Spectral:
 class Eigh(_Spectral):
     """By an eigendecomposition: exact to the rounding of the Gram matrix."""
 
+    rounding: float = 5e-8
+
     def inverse_root(
         self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
     ) -> InverseRoot:
         values, vectors = _eigh(gram)
-        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise, gram)
+        return self._inverse_root(jnp.sqrt(jnp.maximum(values, 0)), vectors, damping, noise)
 
 
 @dataclass(frozen=True)
@@ -125,6 +147,7 @@ class Products:
     lower: float = 2e-3
     """Smallest singular value, relative to the largest, that the polynomials are made for."""
     rank: int = 4
+    rounding: float = 5e-7
 
     def inverse_root(
         self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
@@ -150,16 +173,18 @@ class Products:
             square = symmetric_product(gram, gram)
             factors = feature(feature(factors, weight[0], gram), weight[1], square)
             h = polynomial(gram, square, triple)
-            # All of these commute, so their products are symmetric.
-            next_gram = symmetric_product(symmetric_product(h, gram), h)
-            return (next_gram, symmetric_product(product, h), factors), None
+            # All of these commute, so that their products are symmetric, but for rounding, which on steep
+            # spectra would grow from step to step until the largest and the smallest directions are mixed.
+            next_gram = _symmetric_part(symmetric_product(symmetric_product(h, gram), h))
+            return (next_gram, _symmetric_part(symmetric_product(product, h)), factors), None
 
         factors = weights[0, 0][:, None, None] * identity
         carry = (shifted / top, identity, factors)
         (last, product, factors), _ = jax.lax.scan(step, carry, (coefficients[:-1], weights[1:-1]))
         square = symmetric_product(last, last)
         factors = feature(feature(factors, weights[-1, 0], last), weights[-1, 1], square)
-        root = symmetric_product(product, polynomial(last, square, coefficients[-1])) / jnp.sqrt(top)
+        root = _symmetric_part(symmetric_product(product, polynomial(last, square, coefficients[-1])))
+        root = root / jnp.sqrt(top)
         nuclear, direction_gram = _nuclear(gram, root, epsilon)
         return InverseRoot(root, nuclear, direction_gram, (factors * jnp.sqrt(jnp.sqrt(top)),))
 
@@ -174,11 +199,15 @@ def _nuclear(gram: Array, root: Array, epsilon: Array) -> tuple[Array, Array]:
     With x = s r for a singular value s: s (15 x - 10 x^3 + 3 x^5) / 8 is s to third order in 1 - x^2. Where
     x = s / sqrt(s^2 + eps^2) is far below 1 it lacks up to 0.165 eps (1 - x^2), which is added.
     """
-    modulus = symmetric_product(gram, root)  # s x
+    modulus = matmul(gram, root)  # s x: not symmetric where a large singular value magnifies the root's error
     unit = symmetric_product(root, modulus)  # x^2
-    cubic, quintic = jnp.sum(modulus * unit), jnp.sum(symmetric_product(modulus, unit) * unit)
+    cubic, quintic = jnp.sum(modulus * unit), jnp.sum(modulus * symmetric_product(unit, unit))
     damped = jnp.maximum(len(gram) - jnp.trace(unit), 0)
     return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8 + 0.165 * epsilon * damped, unit
+
+
+def _symmetric_part(x: Array) -> Array:
+    return (x + x.mT) / 2
 
 
 @lru_cache

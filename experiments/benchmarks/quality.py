@@ -8,6 +8,7 @@ import numpy as np
 from manifold_muon import GramSolver, Manifold
 
 _FOR_THE_BOUND = GramSolver(tolerance=3e-3, max_iterations=60, method="eigh")
+"""On a CPU, where benchmarks run, in float64 but for the Gram matrix itself."""
 
 
 class Quality(NamedTuple):
@@ -44,7 +45,7 @@ def judge(g: np.ndarray, a: np.ndarray, w: np.ndarray, manifold: Manifold) -> Qu
 
 
 def upper_bound(g: np.ndarray, w: np.ndarray, manifold: Manifold) -> float:
-    """A bound on max <G, A> over tangent A with ||A||_2 <= 1, within about 0.3 % of it.
+    """A bound on max <G, A> over tangent A with ||A||_2 <= 1, within about 0.3 % of it (1.5 % on the steepest spectra).
 
     By weak duality `||G + 2 W L||_*` is one for every symmetric L = P(L); a solver only proposes the L, and
     the norm is computed in float64.
