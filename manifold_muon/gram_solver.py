@@ -46,8 +46,8 @@ class GramSolver:
     M (M^T M + eps^2 I)^{-1/2} of M = G + 2 W L, made tangent and scaled into the unit ball: damped, since M
     is often singular (LayerNorm makes the all-ones vector a null direction of G) and the sign of a null
     direction is noise that the projection would pay for. It stops as well where the gap is down to what the
-    damping costs, which cannot be finer than the rounding of M^T M: by `products`, 1 to 2 % on the steep
-    spectra of a model's first steps.
+    damping costs, which cannot be finer than the rounding of M^T M: at n = 768, on singular values i^-1 to
+    i^-1.5 and those of a model's first steps, 1 to 5 % by `products` and 0.5 to 1.6 % by `eigh`.
 
     On a square Stiefel W, and with no constraint, L is known in closed form: no iterations. A square DGram W
     is the hard case: the optimal M is singular, and in GPT-2's training a gap of 4e-2 is left at the cap.

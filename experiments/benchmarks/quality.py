@@ -45,8 +45,9 @@ def judge(g: np.ndarray, a: np.ndarray, w: np.ndarray, manifold: Manifold) -> Qu
 
 
 def upper_bound(g: np.ndarray, w: np.ndarray, manifold: Manifold) -> float:
-    """A bound on max <G, A> over tangent A with ||A||_2 <= 1, within about 0.3 % of it (1.5 % on the steepest spectra).
+    """A bound on max <G, A> over tangent A with ||A||_2 <= 1.
 
+    It is within about 0.3 % of that, and 1.5 % on the steepest spectra.
     By weak duality `||G + 2 W L||_*` is one for every symmetric L = P(L); a solver only proposes the L, and
     the norm is computed in float64.
     """
