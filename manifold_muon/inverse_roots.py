@@ -1,8 +1,8 @@
 """The inverse square root R = (M^T M + eps^2 I)^{-1/2}, and R X + X R = H, three ways.
 
-`Eigh` decomposes the Gram matrix M^T M. `Products` needs matrix products alone, which is what GPUs and TPUs
-are fast at. `Svd` decomposes M itself: dearer by far, but squaring loses half of the digits.
-All functions take one matrix; batches come by `vmap` or `lax.map`.
+`Eigh` decomposes the Gram matrix M^T M, on CPUs in float64. `Products` needs matrix products alone, which is
+what GPUs and TPUs are fast at. `Svd` decomposes M itself: dearer by far, but squaring loses half of the
+digits. All functions take one matrix; batches come by `vmap` or `lax.map`.
 """
 
 from dataclasses import dataclass
