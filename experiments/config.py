@@ -1,6 +1,7 @@
 """Typed configuration of a run, its presets, and the checks that need no array."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -324,16 +325,19 @@ def preset(name: str) -> Run:
     return PRESETS[name]
 
 
-def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `field: a -> b` for every field in which two configurations (as dicts) differ."""
-    lines = []
+def changes(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value in a, value in b) of every field in which two nested dicts differ."""
     for key in sorted(a.keys() | b.keys()):
         left, right = a.get(key), b.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
-            lines += differences(left, right, f"{prefix}{key}.")
+            yield from changes(left, right, f"{prefix}{key}.")
         elif left != right:
-            lines.append(f"{prefix}{key}: {left!r} -> {right!r}")
-    return lines
+            yield f"{prefix}{key}", left, right
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Lines `field: a -> b` for every field in which two configurations (as dicts) differ."""
+    return [f"{name}: {left!r} -> {right!r}" for name, left, right in changes(a, b)]
 
 
 def to_dict(config: Run) -> dict[str, Any]:

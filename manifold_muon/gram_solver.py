@@ -16,6 +16,7 @@ from manifold_muon.solvers import Solution
 from manifold_muon.unit_ball import gaussian_like
 from spectral import msign
 from spectral.matrix_functions import unit
+from spectral.products import symmetric_part
 
 Method = Literal["auto", "eigh", "products", "svd"]
 
@@ -150,7 +151,7 @@ class GramSolver:
     ) -> "_Search":
         cold = problem.first_dual(manifold)
         if not closed_form:
-            warm = manifold.project_symmetric((dual + dual.mT) / 2)
+            warm = manifold.project_symmetric(symmetric_part(dual))
             cold = jnp.where(jnp.any(dual != 0), warm, cold)
         level = jnp.asarray(self.tolerance if closed_form else max(self.tolerance, _FIRST_LEVEL), cold.dtype)
         evaluate_at = partial(evaluate, problem, manifold, backend)
@@ -178,7 +179,7 @@ class GramSolver:
             step = reweighted_step(problem, manifold, backend, at, self.early_stopping)
         with jax.named_scope("anderson"):
             dual, memory = search.memory(at.dual, step)
-            dual = manifold.project_symmetric((dual + dual.mT) / 2)
+            dual = manifold.project_symmetric(symmetric_part(dual))
         target = jnp.maximum(jnp.where(search.stuck, search.level / _FINER, search.gap), self.tolerance)
         finer = (target <= search.level / _FINER) | ((target == self.tolerance) & (target < search.level))
         level = jnp.where(finer, target, search.level)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from spectral.matrix_functions import polar_express_coefficients
-from spectral.products import matmul, symmetric_product
+from spectral.products import matmul, symmetric_part, symmetric_product
 
 
 class InverseRoot(NamedTuple):
@@ -175,15 +175,15 @@ class Products:
             h = polynomial(gram, square, triple)
             # All of these commute, so that their products are symmetric, but for rounding, which on steep
             # spectra would grow from step to step until the largest and the smallest directions are mixed.
-            next_gram = _symmetric_part(symmetric_product(symmetric_product(h, gram), h))
-            return (next_gram, _symmetric_part(symmetric_product(product, h)), factors), None
+            next_gram = symmetric_part(symmetric_product(symmetric_product(h, gram), h))
+            return (next_gram, symmetric_part(symmetric_product(product, h)), factors), None
 
         factors = weights[0, 0][:, None, None] * identity
         carry = (shifted / top, identity, factors)
         (last, product, factors), _ = jax.lax.scan(step, carry, (coefficients[:-1], weights[1:-1]))
         square = symmetric_product(last, last)
         factors = feature(feature(factors, weights[-1, 0], last), weights[-1, 1], square)
-        root = _symmetric_part(symmetric_product(product, polynomial(last, square, coefficients[-1])))
+        root = symmetric_part(symmetric_product(product, polynomial(last, square, coefficients[-1])))
         root = root / jnp.sqrt(top)
         nuclear, direction_gram = _nuclear(gram, root, epsilon)
         return InverseRoot(root, nuclear, direction_gram, (factors * jnp.sqrt(jnp.sqrt(top)),))
@@ -204,10 +204,6 @@ def _nuclear(gram: Array, root: Array, epsilon: Array) -> tuple[Array, Array]:
     cubic, quintic = jnp.sum(modulus * unit), jnp.sum(modulus * symmetric_product(unit, unit))
     damped = jnp.maximum(len(gram) - jnp.trace(unit), 0)
     return (15 * jnp.trace(modulus) - 10 * cubic + 3 * quintic) / 8 + 0.165 * epsilon * damped, unit
-
-
-def _symmetric_part(x: Array) -> Array:
-    return (x + x.mT) / 2
 
 
 @lru_cache

@@ -59,3 +59,8 @@ def symmetric_product(
     corner = matmul(a[..., half:, :], b[..., :, half:])
     bottom = jnp.concatenate([top[..., :, half:].mT, corner], axis=-1)
     return jnp.concatenate([top, bottom], axis=-2)
+
+
+def symmetric_part(x: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """(x + x^T) / 2: what is symmetric but for rounding, made so."""
+    return (x + x.mT) / 2

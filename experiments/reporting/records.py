@@ -1,6 +1,6 @@
 """Stored runs: what a study's run directories hold."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -146,6 +146,11 @@ def final_loss(status: str, validation_loss: float | None) -> float | None:
 def loss_of(run: RunRecord) -> float | None:
     """A run's final loss, if it made all its updates."""
     return final_loss(run.result["status"], run.final) if run.result else None
+
+
+def losses_of(runs: Iterable[RunRecord]) -> list[float]:
+    """Final losses of the runs that made all their updates."""
+    return [loss for run in runs if (loss := loss_of(run)) is not None]
 
 
 def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.config import Data, Model, Optimizer, Run, Sel
+from experiments.config import Data, Model, Optimizer, Run, Sel, changes
 from experiments.errors import InputError
 from experiments.files import read_json, write_json
 
@@ -25,14 +25,13 @@ def save_plan(path: Path, content: Mapping[str, Any]) -> None:
       InputError: it does not.
     """
     if path.exists():
-        there, now = _flat(read_json(path)), _flat(json.loads(json.dumps(content)))
-        names = [name for name in there | now if there.get(name) != now.get(name)]
-        if names:
-            changes = [f"{name} is {there.get(name)} there and {now.get(name)} now" for name in names]
-            more = ", ..." if len(names) > _NAMED else ""
+        there, now = read_json(path), json.loads(json.dumps(content))
+        if there != now:
+            found = [f"{name} is {left} there and {right} now" for name, left, right in changes(there, now)]
+            more = ", ..." if len(found) > _NAMED else ""
             raise InputError(
                 f"{path.parent} holds another study (see its {path.name}): "
-                f"{', '.join(changes[:_NAMED])}{more}; use another directory"
+                f"{', '.join(found[:_NAMED])}{more}; use another directory"
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,14 +58,6 @@ def load_plan(path: Path, kind: type[Plan], drop: tuple[str, ...] = ()) -> Plan:
         return kind(base=run, **rest)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a study's plan: {error}") from error
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Dotted names of what is in nested dicts."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    parts = (_flat(item, f"{name}.{key}" if name else key) for key, item in value.items())
-    return {key: item for part in parts for key, item in part.items()}
 
 
 def _tuples(value: Any) -> Any:

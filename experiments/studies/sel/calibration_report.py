@@ -12,7 +12,7 @@ from experiments.config import Sel
 from experiments.reporting import pages
 from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.panels import category_panel, styles
-from experiments.reporting.records import RunRecord, comparison_notes, loss_of, mean, read_runs
+from experiments.reporting.records import RunRecord, comparison_notes, losses_of, mean, read_runs
 from experiments.studies.sel.plan import ANNEALINGS, FIXED, SelStudy
 
 _MAY_DIFFER = (
@@ -68,7 +68,7 @@ def _rows(runs: Sequence[RunRecord]) -> list[Row]:
         tried[sel["curvature"], run.config["optimizer"]["learning_rate"], course].append(run)
     rows = []
     for tuned, found in tried.items():
-        losses = [loss for run in found if (loss := loss_of(run)) is not None]
+        losses = losses_of(found)
         rows.append(Row(*tuned, [run.status for run in found], losses, mean(losses)))
     return sorted(rows, key=lambda row: (list(ANNEALINGS).index(row.annealing), row.curvature, row.rate))
 

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.config import MATRICES
 from experiments.probes import QUANTILES
 from experiments.reporting.panels import Curve
-from experiments.reporting.records import RunRecord, ends, loss_of, mean, read_runs
+from experiments.reporting.records import RunRecord, ends, loss_of, losses_of, mean, read_runs
 from experiments.studies.sel.overhead import read_overhead
 from experiments.studies.sel.plan import (
     ABLATIONS,
@@ -173,9 +173,9 @@ def cell_row(runs: Runs, cell: Cell, study_dir: Path) -> CellRow:
     return CellRow(
         cell=str(cell),
         baseline_rate=best_rate(sweep_losses(runs, cell, BASELINE)),
-        baseline_loss=mean(losses_of(baseline)),
+        baseline_loss=mean(losses_of(baseline.values())),
         sel_rate=best_rate(sweep_losses(runs, cell, SEL)),
-        sel_loss=mean(losses_of(sel)),
+        sel_loss=mean(losses_of(sel.values())),
         difference=_difference(sel, baseline),
         step_ratios=ratios,
         step_ratio=ratio,
@@ -192,7 +192,7 @@ def ablation_rows(runs: Runs, study: SelStudy) -> list[AblationRow]:
     for method in (SEL, *ABLATIONS):
         found = seeds_at(runs, cell, method, rate)
         if found:
-            losses = losses_of(found)
+            losses = losses_of(found.values())
             rows.append(
                 AblationRow(
                     method=method,
@@ -232,8 +232,3 @@ def _ends(runs: Sequence[RunRecord], quantity: str) -> tuple[float | None, float
 def _difference(runs: Mapping[int, RunRecord], reference: Mapping[int, RunRecord]) -> float | None:
     pairs = [(loss_of(runs[seed]), loss_of(reference[seed])) for seed in runs.keys() & reference.keys()]
     return mean([loss - other for loss, other in pairs if loss is not None and other is not None])
-
-
-def losses_of(runs: Mapping[int, RunRecord]) -> list[float]:
-    """Final losses of the runs that made all their updates."""
-    return [loss for run in runs.values() if (loss := loss_of(run)) is not None]
