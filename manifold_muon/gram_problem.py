@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from manifold_muon.inverse_roots import Backend, Svd
 from manifold_muon.manifolds import DGram, Manifold, Stiefel
-from manifold_muon.unit_ball import into_ball, squared_norm
+from manifold_muon.unit_ball import into_ball, reflection, squared_norm
 from spectral.products import matmul, symmetric_product
 
 _SVD_NOISE = 3e-4
@@ -82,11 +82,11 @@ class Evaluation(NamedTuple):
     residual: Float[Array, "n n"]
     """H = P(W^T A + A^T W), which is zero at the solution."""
     correction: Float[Array, "n n"]
-    """C: A - W C is tangent."""
+    """C: T = A - W C is tangent."""
     lower: Float[Array, ""]
-    """<G, A - W C> / max(1, ||A - W C||_2): a value that is reached."""
+    """<G, T> / max(1, ||T||_2): a value that is reached."""
     vector: Float[Array, " n"]
-    """Leading right singular vector of A - W C, the next evaluation's start."""
+    """Leading right singular vector of T, the next evaluation's start."""
 
 
 def evaluate(
@@ -123,16 +123,39 @@ def evaluate(
 def direction(
     problem: Problem, manifold: Manifold, backend: Backend | Svd, at: Evaluation
 ) -> Float[Array, "m n"]:
-    """A - W C in m x n, scaled into the unit ball."""
+    """The tangent direction in m x n, scaled into the unit ball."""
     if isinstance(backend, Svd):
         sigma, values, vectors = at.factors
         m = problem.g + 2 * matmul(problem.w, at.dual)
         unit_left = matmul(m, vectors) / jnp.where(values > 0, values, 1)
-        a = matmul(unit_left * (values / sigma), vectors.mT) - matmul(problem.w, at.correction)
+        a = matmul(unit_left * (values / sigma), vectors.mT)
+        t = a - matmul(problem.w, at.correction)
     else:
-        change = 2 * matmul(at.dual, at.root) - at.correction
-        a = matmul(problem.g, at.root) + matmul(problem.w, change)
-    return into_ball(a, at.vector)
+        of_w = 2 * matmul(at.dual, at.root) - at.correction
+        t = matmul(problem.g, at.root) + matmul(problem.w, of_w)
+    if problem.g.shape[0] == problem.g.shape[1] and not isinstance(manifold, Stiefel):
+        # The hard case, in which the search is cut short.
+        t = _reflected(problem, manifold, t, at.vector)
+    return into_ball(t, at.vector)
+
+
+def _reflected(problem: Problem, manifold: Manifold, t: Array, vector: Array) -> Array:
+    """A tangent direction of higher value than T, or T.
+
+    T is longer than 1 in some directions, by a tenth where the search was cut short, and dividing it by its
+    norm would shorten all of them.
+    """
+    gram = symmetric_product(t.mT, t)
+    square, _ = squared_norm(gram, vector)
+    r = matmul(t, reflection(gram, square))
+    w_r = matmul(problem.w.mT, r)
+    r = r - matmul(problem.w, manifold.project_symmetric(w_r + w_r.mT) / problem.sums)
+    new_square, _ = squared_norm(symmetric_product(r.mT, r), vector)
+
+    def value(a: Array, square: Array) -> Array:
+        return jnp.sum(problem.g * a) / jnp.sqrt(jnp.maximum(square, 1))
+
+    return jnp.where(value(r, new_square) > value(t, square), r, t)
 
 
 def reweighted_step(

@@ -21,6 +21,8 @@ from spectral.products import symmetric_part
 Method = Literal["auto", "eigh", "products", "svd"]
 
 _MEMORY = 4
+_RELAXATION = 1.5
+"""Of the reweighted step, which minimises a bound that bends more than the dual does, and so is too short."""
 _FIRST_LEVEL = 1e-2
 _FINER = 3.0
 """The damping follows the gap down in steps of at least this factor."""
@@ -176,7 +178,7 @@ class GramSolver:
     ) -> "_Search":
         at = search.at
         with jax.named_scope("step"):
-            step = reweighted_step(problem, manifold, backend, at, self.early_stopping)
+            step = _RELAXATION * reweighted_step(problem, manifold, backend, at, self.early_stopping)
         with jax.named_scope("anderson"):
             dual, memory = search.memory(at.dual, step)
             dual = manifold.project_symmetric(symmetric_part(dual))

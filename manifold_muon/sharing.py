@@ -37,6 +37,13 @@ def over_devices(
     mesh = mesh_of(*stacks)
     if mesh is None:
         return function(*stacks)
+    if mesh.size > 2 * batch:
+        # Filled up, the stack would be more to gather than the sum of one copy's parts is.
+        def mapped(*stacks: Array) -> Any:
+            return _over_mapped_axis(function, stacks, batch, mesh.axis_names)
+
+        whole = PartitionSpec()
+        return jax.shard_map(mapped, mesh=mesh, in_specs=whole, out_specs=whole)(*map(replicated, stacks))
     # One reshard in and one out; in between every product is local. Replicated after the padding too: from
     # leaves that are sharded anyhow, the partitioner would make a chain of permutations.
     shares = PartitionSpec(mesh.axis_names)
@@ -82,24 +89,21 @@ def _is_explicit(mesh: AbstractMesh) -> bool:
 def _over_mapped_axis(
     function: Callable[..., Any], stacks: tuple[Array, ...], batch: int, axis_name: AxisName
 ) -> Any:
-    devices = jax.lax.axis_size(axis_name)
-    padded = [_padded(x, devices) for x in stacks]
-    share = len(padded[0]) // devices
-    start = jax.lax.axis_index(axis_name) * share
-    result = function(*(jax.lax.dynamic_slice_in_dim(x, start, share) for x in padded))
+    share = -(-batch // jax.lax.axis_size(axis_name))
+    mine = jax.lax.axis_index(axis_name) * share + jnp.arange(share)
+    # Devices without a share of their own repeat others' members: zeros might be singular.
+    result = function(*(x[mine % batch] for x in stacks))
 
     def gather(x: Array) -> Array:
         # As a sum of zeros, since shard_map knows a sum to be equal on all devices, and a gather not.
-        whole = jnp.zeros((share * devices, *x.shape[1:]), x.dtype)
-        whole = jax.lax.dynamic_update_slice_in_dim(
-            jax.lax.pcast(whole, axis_name, to="varying"), x, start, 0
-        )
-        return jax.lax.psum(whole, axis_name)[:batch]
+        whole = jnp.zeros((batch, *x.shape[1:]), x.dtype)
+        whole = jax.lax.pcast(whole, axis_name, to="varying").at[mine].set(x, mode="drop")
+        return jax.lax.psum(whole, axis_name)
 
     return jax.tree.map(gather, result)
 
 
 def _padded(x: Array, devices: int) -> Array:
-    """The stack filled up to a multiple of the devices, with members of its own: zeros might be singular."""
+    """The stack filled up to a multiple of the devices, with members of its own."""
     missing = -len(x) % devices
     return x if missing == 0 else x[np.arange(len(x) + missing) % len(x)]

@@ -1,6 +1,7 @@
 """Data-parallel steps and sharded weights on eight devices: the same weights as on one, and shared work."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -162,6 +163,25 @@ def test_sharded_weights(kind, spec, context, solver):
         assert found["w"].sharding.is_equivalent_to(sharding, 3)
     collectives = hlo.collectives(hlo.parse(update.as_text()))
     assert not [c for c in collectives if c.instruction.base_opcode.startswith(("all-reduce", "reduce"))]
+    assert not [c for c in collectives if c.loops]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_few_matrices_on_many_devices(kind):
+    """A stack is not filled up to the devices: no collective is larger than what it is made of."""
+    rng = np.random.default_rng(42)
+    params = project_params({"w": rng.normal(size=(3, 8, 16)).astype(np.float32)}, PATTERN)
+    transform = chain("products")
+    expected, _ = jax.jit(transform.update)(params, transform.init(params), params)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    params = jax.device_put(params, NamedSharding(mesh, P(None, "x", "y")))
+    state = transform.init(params)
+    update = jax.jit(transform.update).lower(params, state, params).compile()
+    found, _ = update(params, state, params)
+    assert_close(found, expected)
+    collectives = hlo.collectives(hlo.parse(update.as_text()))
+    assert collectives
+    assert max(math.prod(shape.dims) for c in collectives for shape in c.shapes) <= 3 * 8 * 16
     assert not [c for c in collectives if c.loops]
 
 
