@@ -187,9 +187,18 @@ def collectives(module: Module) -> list[Collective]:
     """Every collective that the program can reach, in the order of the text.
 
     Computations are followed through calls, fusions, conditionals, asynchronous wrappers and loops, so one
-    that stands deep in a loop's body has that loop in `loops`. Of an asynchronous pair the start counts.
+    that stands deep in a loop's body has that loop in `loops`. Of an asynchronous pair the start counts. A
+    collective that a TPU's compiler has cut into a chain of pieces, to be moved along by other fusions while
+    they compute, counts once; it is in a loop where all of its pieces are, not where it only passes through.
     """
-    return list(_reach(module, module.entry, ()))
+    found: dict[str | int, Collective] = {}
+    for collective in _reach(module, module.entry, ()):
+        chain = re.search(r"channel_id=\d+|$", collective.instruction.attributes).group()
+        key = chain if "chain_id=" in collective.instruction.attributes else len(found)
+        first = found.setdefault(key, collective)
+        shared = tuple(loop for loop in first.loops if loop in collective.loops)
+        found[key] = first._replace(loops=shared)
+    return list(found.values())
 
 
 def _reach(module: Module, computation: str, callers: tuple[Instruction, ...]) -> Iterator[Collective]:

@@ -144,6 +144,14 @@ def test_asynchronous_collectives_count_once():
     ]
 
 
+def test_a_chain_is_one_collective_and_in_a_loop_only_as_a_whole():
+    """The first starts before the loop and only passes through it; the second is all inside."""
+    passing, inside = collectives(parse(stored("chain")))
+    assert (passing.instruction.name, passing.computation, passing.loops) == ("all-gather.1", "start", ())
+    assert passing.bytes == 16 * 768 * 4
+    assert (inside.instruction.name, [loop.name for loop in inside.loops]) == ("all-gather.3", ["while.1"])
+
+
 def test_empty_replica_groups_are_all_devices():
     text = stored("fusion").replace("{{0,1,2,3},{4,5,6,7}}", "{}")
     (found,) = collectives(parse(text.replace("num_partitions=8", "replica_count=2, num_partitions=8")))
