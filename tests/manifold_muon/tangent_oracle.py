@@ -114,6 +114,18 @@ def upper_bound(g: np.ndarray, w: np.ndarray, manifold: str, dual: np.ndarray) -
     return float(np.linalg.norm(g + 2 * w @ masked, "nuc"))
 
 
+def certified_bound(g: np.ndarray, w: np.ndarray, manifold: str, dual: np.ndarray | None) -> float:
+    """The upper bound by a solver's dual, in units of g's RMS singular value.
+
+    Weak duality does not ask where the dual is from: it is as good a witness as any, and cheaper than a
+    second solution. None stands for the exact one, of a square Stiefel W.
+    """
+    g, w = g.astype(np.float64), w.astype(np.float64)
+    if dual is None:
+        return upper_bound(g, w, manifold, -0.25 * symmetric_product(w, g))
+    return upper_bound(g, w, manifold, np.linalg.norm(g) / np.sqrt(g.shape[1]) * np.asarray(dual, np.float64))
+
+
 def feasible_value(g: np.ndarray, a: np.ndarray, w: np.ndarray, manifold: str) -> float:
     """<G, A> after A is made exactly feasible in float64: the part of its value that counts."""
     g, a, w = (np.asarray(x, np.float64) for x in (g, a, w))

@@ -1,8 +1,4 @@
-"""The Gram-space solver at GPT-2 small's shapes, against upper bounds certified in float64.
-
-Whatever the multiplier L, ||G + 2 W L||_* in float64 is an upper bound on the optimum: the solver's own L is
-as good a witness as any, and cheaper than a second solution.
-"""
+"""The Gram-space solver at GPT-2 small's shapes, against upper bounds that are certified in float64."""
 
 from functools import lru_cache
 
@@ -29,22 +25,13 @@ def drawn(name: str, shape: tuple[int, int], spectrum: str) -> tuple[np.ndarray,
     return problem(name, *shape, spectrum)
 
 
-def certified_bound(name: str, g: np.ndarray, w: np.ndarray, dual) -> float:
-    """By the solver's dual, in units of g's RMS singular value; by the exact one where it has none."""
-    if dual is None:
-        exact = -0.25 * oracle.symmetric_product(w.astype(np.float64), g.astype(np.float64))
-        return oracle.upper_bound(g, w, name, exact)
-    size = np.linalg.norm(g.astype(np.float64)) / np.sqrt(g.shape[1])
-    return oracle.upper_bound(g, w, name, size * np.asarray(dual, np.float64))
-
-
 def assert_solved(name: str, g: np.ndarray, w: np.ndarray, direction, dual) -> None:
     a, g64 = np.asarray(direction, np.float64), g.astype(np.float64)
     assert np.isfinite(a).all()
     assert oracle.tangency_error(a, w, name) <= 1e-3
     assert np.linalg.norm(a, 2) <= 1.002
     nuclear, value = np.linalg.norm(g64, "nuc"), np.sum(g64 * a)
-    upper = certified_bound(name, g, w, dual)
+    upper = oracle.certified_bound(g, w, name, dual)
     if upper <= 1e-3 * nuclear:
         assert abs(value) <= 1e-3 * nuclear
     else:
@@ -60,6 +47,19 @@ def test_spectra(name, shape, spectrum):
     scale = np.float32(SCALES[SPECTRA.index(spectrum) % len(SCALES)])
     found = SOLVER(scale * g, w, MANIFOLDS[name])
     assert_solved(name, g, w, found.direction, found.dual)
+
+
+@pytest.mark.parametrize("method", ["products", "eigh"])
+@pytest.mark.parametrize(
+    ("spectrum", "share"), [("flat", 0.99), ("i^-0.5", 0.99), ("i^-1", 0.98), ("i^-1.5", 0.95)]
+)
+@pytest.mark.parametrize("name", ["stiefel", "dgram"])
+def test_the_default_tolerance(name, spectrum, share, method):
+    """What float32 leaves of it on steep spectra, without decompositions of M itself."""
+    g, w = drawn(name, (2304, 768), spectrum)
+    found = GramSolver(method=method)(g, w, MANIFOLDS[name])
+    value = oracle.feasible_value(g, np.asarray(found.direction), w, name)
+    assert value >= share * oracle.certified_bound(g, w, name, found.dual)
 
 
 @pytest.mark.parametrize("spectrum", ["i^-1", "half-rank"])
