@@ -1,4 +1,4 @@
-"""Command line: `python -m experiments {manifolds,sel,spectral,train,report} --help`."""
+"""Command line: `python -m experiments --help` lists the commands."""
 
 import sys
 from collections.abc import Sequence
@@ -10,8 +10,14 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
+from experiments import preemption
 from experiments.config import PRESETS, SOLVERS, Run, Solver, preset
+from experiments.devices import ONE, Devices
 from experiments.errors import InputError
+from experiments.exchange.folders import export_run, import_model, stored_config
+from experiments.hosts import ALONE, Hosts, is_first, join
+from experiments.preemption import Preempted
+from experiments.sample import sample as sample_run
 from experiments.studies.frontier import report as frontier_report
 from experiments.studies.frontier.stability import FRONTIER
 from experiments.studies.frontier.study import ASSIGNMENTS, run_frontier
@@ -144,17 +150,89 @@ _SETTINGS = tyro.extras.subcommand_type_from_defaults(
 )
 
 
-def train(config: Annotated[_SETTINGS, tyro.conf.arg(name="")], dir: Path) -> None:
+def train(
+    config: Annotated[_SETTINGS, tyro.conf.arg(name="")],
+    dir: Path,
+    devices: Devices = ONE,
+    hosts: Hosts = ALONE,
+) -> None:
     """Train one model, with every setting of the preset open to change.
 
-    Started again with the same settings, it takes up where it was stopped.
+    Started again with the same settings, on whatever devices, it takes up where it was stopped.
 
     Args:
         config: Settings, from a preset.
         dir: Folder of the run.
+        devices: Where it is trained.
+        hosts: Processes that train it together; all of them see the same folder.
     """
-    result = train_run(config, dir)
-    print(f"{result.status} at step {result.step}: validation loss {result.validation_loss}. {result.reason}")
+    join(hosts)
+    _train(config, dir, devices)
+
+
+def resume(dir: Annotated[Path, tyro.conf.Positional], devices: Devices = ONE, hosts: Hosts = ALONE) -> None:
+    """Go on with a run, with the settings that its folder holds.
+
+    Args:
+        dir: Folder of the run.
+        devices: Where it is trained.
+        hosts: Processes that train it together; all of them see the same folder.
+    """
+    join(hosts)
+    _train(stored_config(dir), dir, devices)
+
+
+def _train(config: Run, dir: Path, devices: Devices) -> None:
+    result = train_run(config, dir, devices=devices)
+    if is_first():
+        loss = result.validation_loss
+        print(f"{result.status} at step {result.step}: validation loss {loss}. {result.reason}")
+
+
+def export(run: Annotated[Path, tyro.conf.Positional], dir: Annotated[Path, tyro.conf.Positional]) -> None:
+    """Write a run's model as a folder that transformers' GPT2LMHeadModel.from_pretrained loads.
+
+    Args:
+        run: Folder of the run; its latest checkpoint counts.
+        dir: Folder of the model, a new one.
+    """
+    export_run(run, dir)
+    print(f"Model: {dir}")
+
+
+def import_(
+    model: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path, tyro.conf.Positional],
+    config: Annotated[_SETTINGS, tyro.conf.arg(name="")],
+) -> None:
+    """Make a run that starts from a GPT-2 of transformers'; `resume` trains it.
+
+    Args:
+        model: Folder with its config.json and model.safetensors.
+        run: Folder of the run, a new one.
+        config: Settings, from a preset; the model's shape is the folder's.
+    """
+    import_model(model, run, config)
+    print(f"Go on with: python -m experiments resume {run}")
+
+
+def sample(
+    run: Annotated[Path, tyro.conf.Positional],
+    prompt: str = "def ",
+    count: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Continue a text with a run's model of bytes.
+
+    Args:
+        run: Folder of the run; its latest checkpoint counts.
+        prompt: How the text begins.
+        count: Bytes to add; with the prompt they fit in the model's context.
+        temperature: What the logits are divided by before a byte is drawn; 0 takes the likeliest.
+        seed: Of the draws.
+    """
+    print(prompt + sample_run(run, prompt, count, temperature, seed))
 
 
 def report(dir: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -192,7 +270,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _keep_compiled()
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"manifolds": manifolds, "sel": sel, "spectral": spectral, "train": train, "report": report},
+            {
+                "manifolds": manifolds,
+                "sel": sel,
+                "spectral": spectral,
+                "train": train,
+                "resume": resume,
+                "sample": sample,
+                "export": export,
+                "import": import_,
+                "report": report,
+            },
             prog="python -m experiments",
             args=arguments,
             description="GPT-2 experiments on the geometry of weights.",
@@ -200,6 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Preempted as preempted:
+        print(preempted, file=sys.stderr)
+        sys.exit(preemption.EXIT_CODE)
     except KeyboardInterrupt:
         print("stopped: the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

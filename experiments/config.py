@@ -343,3 +343,16 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 def to_dict(config: Run) -> dict[str, Any]:
     """The configuration as nested dicts of JSON values."""
     return asdict(config)
+
+
+def from_dict(fields: dict[str, Any]) -> Run:
+    """The configuration that `to_dict` gave.
+
+    Raises:
+      InputError: there are fields that this version does not know, or a value that it does not accept.
+    """
+    parts = {"model": Model, "data": Data, "optimizer": Optimizer, "sel": Sel}
+    try:
+        return Run(**{name: parts[name](**x) if name in parts else x for name, x in fields.items()})
+    except TypeError as error:
+        raise InputError(f"a configuration of another version: {error}") from error

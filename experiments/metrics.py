@@ -74,6 +74,16 @@ class MetricsWriter:
         self._events.flush()
 
 
+class _Silent:
+    """In the place of a MetricsWriter where another process has it."""
+
+    def close(self) -> None: ...
+
+    def write(self, kind: str, step: int, **values: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """A run's metrics, one dict per line; a last line that a kill cut short is left out.
 
@@ -136,16 +146,21 @@ class RunEnded(Exception):
 class RunLog:
     """Records a run as it goes, and says when it cannot go on; a context manager."""
 
-    def __init__(self, config: Run, run_dir: Path, resume_step: int | None, progress: bool) -> None:
-        """Opens the run's metrics as `MetricsWriter` does, and shows a progress bar if asked to."""
+    def __init__(
+        self, config: Run, run_dir: Path, resume_step: int | None, progress: bool, writes: bool = True
+    ) -> None:
+        """Opens the run's metrics as `MetricsWriter` does, and shows a progress bar if asked to.
+
+        Where it does not write, it only says when the run cannot go on.
+        """
         self._config = config
-        self._metrics = MetricsWriter(run_dir, resume_step)
+        self._metrics = MetricsWriter(run_dir, resume_step) if writes else _Silent()
         self._bar = tqdm(
             desc=config.optimizer.name,
             total=config.steps,
             initial=resume_step or 0,
             unit="step",
-            disable=not progress,
+            disable=not (progress and writes),
             mininterval=0.5 if sys.stderr.isatty() else 60.0,  # In a log file, a line a minute.
             maxinterval=60.0,
             dynamic_ncols=True,

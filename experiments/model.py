@@ -101,6 +101,7 @@ class Attention(nn.Module):
 
     config: Model
     deterministic: bool
+    decode: bool
 
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> Array:
@@ -110,13 +111,35 @@ class Attention(nn.Module):
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (x.reshape(heads) for x in jnp.split(qkv_BxTx3D, 3, axis=-1))
         self.sow("probes", "query", q_BxTxHxK)
         self.sow("probes", "key", k_BxTxHxK)
+        mask = None
+        if self.decode:
+            k_BxTxHxK, v_BxTxHxK, mask = self._cached(k_BxTxHxK, v_BxTxHxK)
         y_BxTxHxK = jax.nn.dot_product_attention(
-            q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, scale=attention_scale(config)
+            q_BxTxHxK,
+            k_BxTxHxK,
+            v_BxTxHxK,
+            mask=mask,
+            is_causal=not self.decode,
+            scale=attention_scale(config),
         )
         y_BxTxD = y_BxTxHxK.reshape(x_BxTxD.shape)
         self.sow("probes", "c_proj_input", y_BxTxD)
         y_BxTxD = _dense(config, "attn/c_proj")(y_BxTxD)
         return nn.Dropout(config.dropout, deterministic=self.deterministic)(y_BxTxD)
+
+    def _cached(self, k_BxTxHxK: Array, v_BxTxHxK: Array) -> tuple[Array, Array, Array]:
+        """Keys and values of the whole context, these ones put behind the earlier, and who may see whom."""
+        length, context = k_BxTxHxK.shape[1], self.config.context
+        seen = self.variable("cache", "seen", jnp.zeros, (), jnp.int32)
+        whole = []
+        for name, new in (("key", k_BxTxHxK), ("value", v_BxTxHxK)):
+            shape = (new.shape[0], context, *new.shape[2:])
+            cache = self.variable("cache", name, jnp.zeros, shape, new.dtype)
+            cache.value = jax.lax.dynamic_update_slice_in_dim(cache.value, new, seen.value, axis=1)
+            whole.append(cache.value)
+        mask_TxS = jnp.arange(context) <= seen.value + jnp.arange(length)[:, None]
+        seen.value += length
+        return *whole, mask_TxS[None, None]
 
 
 class MLP(nn.Module):
@@ -140,11 +163,13 @@ class Block(nn.Module):
 
     config: Model
     deterministic: bool
+    decode: bool
 
     @nn.compact
     def __call__(self, x_BxTxD: Array) -> tuple[Array, None]:
         config = self.config
-        x_BxTxD += Attention(config, self.deterministic, name="attn")(_layer_norm(config, "ln_1")(x_BxTxD))
+        attention = Attention(config, self.deterministic, self.decode, name="attn")
+        x_BxTxD += attention(_layer_norm(config, "ln_1")(x_BxTxD))
         x_BxTxD += MLP(config, self.deterministic, name="mlp")(_layer_norm(config, "ln_2")(x_BxTxD))
         self.sow("probes", "stream", x_BxTxD)
         return x_BxTxD, None
@@ -162,6 +187,8 @@ class GPT2(nn.Module):
     config: Model
     unroll: bool = False
     """Write the layers out one by one: XLA's cost analysis counts a loop's body once."""
+    decode: bool = False
+    """Take the tokens as the continuation of those of earlier calls, kept in the collection "cache"."""
 
     @nn.compact
     def __call__(self, tokens_BxT: Array, deterministic: bool = True) -> Array:
@@ -188,17 +215,22 @@ class GPT2(nn.Module):
             embedding_init=nn.initializers.normal(config.embedding_std if config.spectral else INIT_STD),
         )
         wte = embed(config.vocab_size, name="wte")
-        x_BxTxD = wte(tokens_BxT) + embed(config.context, name="wpe")(jnp.arange(length))
+        positions = jnp.arange(length)
+        if self.decode:
+            seen = self.variable("cache", "seen", jnp.zeros, (), jnp.int32)
+            positions += seen.value
+            seen.value += length
+        x_BxTxD = wte(tokens_BxT) + embed(config.context, name="wpe")(positions)
         x_BxTxD = nn.Dropout(config.dropout, deterministic=deterministic)(x_BxTxD)
         block = nn.remat(Block, prevent_cse=False) if config.remat else Block
         blocks = nn.scan(
             block,
-            variable_axes={"params": 0, "probes": 0},
+            variable_axes={"params": 0, "probes": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
             length=config.layers,
             unroll=config.layers if self.unroll else 1,
         )
-        x_BxTxD, _ = blocks(config, deterministic, name="h")(x_BxTxD)
+        x_BxTxD, _ = blocks(config, deterministic, self.decode, name="h")(x_BxTxD)
         x_BxTxD = _layer_norm(config, "ln_f")(x_BxTxD)
         if config.tied:
             return _head_dot(

@@ -93,15 +93,21 @@ def constraint_violations(params: Any, config: Run) -> dict[str, Array]:
     return {_matrix(name): value for name, value in found.items()}
 
 
-def make_optimizer(config: Run) -> optax.GradientTransformation:
+def make_optimizer(config: Run, axis_name: str | None = None) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, SGD, or Manifold Muon with AdamW for all but the block matrices.
 
     In the spectral parametrisation rates are those of the base width. The gradient that is clipped has the
     same norm at every width there, but for an untied head's, which grows as the width's square root; only SGD
     depends on it. With SEL, the scales' own rates come last.
+
+    Args:
+      config: of the run.
+      axis_name: the mapped axis over whose devices the tangent step's solutions are shared; None reads a mesh
+        from the parameters.
     """
     sel = config.sel
-    rest = _spectral(config) if config.model.spectral else _standard(config)
+    make = _spectral if config.model.spectral else _standard
+    rest = make(config, axis_name)
     chain = [optax.clip_by_global_norm(config.optimizer.clip_norm), rest]
     if sel.on and sel.annealed:
         rates = annealed(config.steps, (sel.e_first, sel.e_last), (sel.m_first, sel.m_last))
@@ -109,7 +115,7 @@ def make_optimizer(config: Run) -> optax.GradientTransformation:
     return optax.chain(*chain)
 
 
-def _standard(config: Run) -> optax.GradientTransformation:
+def _standard(config: Run, axis_name: str | None) -> optax.GradientTransformation:
     settings, rate = config.optimizer, learning_rate_schedule(config)
     betas = {"b1": settings.adam_beta1, "b2": settings.adam_beta2}
     if settings.name == ADAMW:
@@ -128,6 +134,7 @@ def _standard(config: Run) -> optax.GradientTransformation:
         adam_learning_rate=rate,
         momentum=settings.momentum,
         solver=_solver(settings),
+        axis_name=axis_name,
         weight_decay=settings.weight_decay,
         **{f"adam_{name}": value for name, value in betas.items()},
         adam_weight_decay=settings.weight_decay,
@@ -135,7 +142,7 @@ def _standard(config: Run) -> optax.GradientTransformation:
     )
 
 
-def _spectral(config: Run) -> optax.GradientTransformation:
+def _spectral(config: Run, axis_name: str | None) -> optax.GradientTransformation:
     settings, rate = config.optimizer, learning_rate_schedule(config)
     betas = {"b1": settings.adam_beta1, "b2": settings.adam_beta2}
 
@@ -149,7 +156,10 @@ def _spectral(config: Run) -> optax.GradientTransformation:
         learning_rate_schedule(config, settings.muon_learning_rate),
         adam_learning_rate=rate,
         direction=scale_by_manifold_muon(
-            {"*": Unconstrained()}, momentum=settings.momentum, solver=_solver(settings)
+            {"*": Unconstrained()},
+            momentum=settings.momentum,
+            solver=_solver(settings),
+            axis_name=axis_name,
         ),
         **{f"adam_{name}": value for name, value in betas.items()},
         adam_weight_decay=settings.weight_decay,

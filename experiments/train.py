@@ -16,10 +16,12 @@ import numpy as np
 import optax
 from jax import Array
 
-from experiments.checkpoints import Checkpoints, on_default_device
+from experiments.checkpoints import Checkpoints
 from experiments.config import Run, Status
 from experiments.corpus import Corpus, load, train_batches, validation_batches
+from experiments.devices import ONE, Devices, Layout, layout
 from experiments.files import RESULT, check_config, check_corpus, locked, read_json, write_config, write_json
+from experiments.hosts import first_then_others, is_first
 from experiments.metrics import RunEnded, RunLog, Update
 from experiments.model import GPT2, init_params
 from experiments.optimizers import (
@@ -28,6 +30,7 @@ from experiments.optimizers import (
     prepare_params,
     solver_diagnostics,
 )
+from experiments.preemption import Preempted, notice
 from experiments.probes import make_probe, make_size_probe
 from sel_jax import effective
 
@@ -72,16 +75,21 @@ def mean_loss(model: GPT2, params: Any, tokens: Array, dropout_key: Array | None
 
 
 def make_train_step(
-    config: Run, optimizer: optax.GradientTransformation
+    config: Run, optimizer: optax.GradientTransformation, where: Layout | None = None
 ) -> Callable[[TrainState, Array], tuple[TrainState, Update]]:
-    """The jitted update: (state, tokens (batch, context + 1)) -> (state, what is recorded).
+    """The compiled update: (state, tokens (batch, context + 1)) -> (state, what is recorded).
 
     The state's buffers are donated. The gradient is the mean over `config.data.accumulation`
     micro-batches, computed one after the other.
+
+    Args:
+      config: of the run.
+      optimizer: its optimizer.
+      where: the layout of its arguments over devices; None compiles it for wherever they lie.
     """
     loss_and_gradient = jax.value_and_grad(functools.partial(mean_loss, GPT2(config.model)))
     schedule = learning_rate_schedule(config)
-    count = config.data.accumulation
+    count, axis_name = config.data.accumulation, None if where is None else where.axis_name
 
     def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Update]:
         def accumulate(total: Any, micro_batch: tuple[Array, Array | None]) -> tuple[Any, None]:
@@ -89,20 +97,26 @@ def make_train_step(
 
         keys = None  # Without dropout the compiled step does not hold the seed: a cache serves all seeds.
         if config.model.dropout:
-            keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step), count)
-        micro_batches = tokens.reshape(count, -1, tokens.shape[-1]), keys
+            key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+            if axis_name is not None:
+                key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+            keys = jax.random.split(key, count)
+        # Every count-th sequence, so that a batch that is divided among devices stays where it is.
+        micro_batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1), keys
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
         total, _ = jax.lax.scan(accumulate, zeros, micro_batches)
         loss, gradient = jax.tree.map(lambda x: x / count, total)
+        if axis_name is not None:
+            loss, gradient = jax.lax.pmean((loss, gradient), axis_name)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         update = Update(loss, optax.tree.norm(gradient), jnp.asarray(schedule(state.step), jnp.float32))
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.step + 1), update
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0) if where is None else where.compiled(train_step)
 
 
-def make_evaluation(config: Run, corpus: Corpus) -> Callable[..., dict[str, Any]]:
+def make_evaluation(config: Run, corpus: Corpus, where: Layout) -> Callable[..., dict[str, Any]]:
     """A function (params, sizes=False) that gives, on fixed held-out text, what an `eval` line records.
 
     That is the mean `loss`, and `attention` and `weights` from `probes.make_probe`; with `sizes`, `weights`
@@ -119,57 +133,78 @@ def make_evaluation(config: Run, corpus: Corpus) -> Callable[..., dict[str, Any]
     sequences = batches.reshape(-1, batches.shape[-1])[: config.data.probe_sequences, :-1]
     # In micro-batches, as in training, since a whole batch's logits may not fit.
     batches = batches.reshape(-1, config.data.batch_size // config.data.accumulation, batches.shape[-1])
-    batches, sequences = jax.device_put((batches, sequences))
+    batches, sequences = where.evaluated(batches, axis=1), where.evaluated(sequences)
     loss, probe = functools.partial(mean_loss, GPT2(config.model)), make_probe(config)
     evaluate = jax.jit(lambda params, batches: jax.lax.map(lambda x: loss(params, x), batches).mean())
     size_probe = make_size_probe(config)
 
     def evaluation(params: Any, sizes: bool = False) -> dict[str, Any]:
-        found = jax.device_get({"loss": evaluate(params, batches), **probe(params, sequences)})
-        for name, numbers in jax.device_get(size_probe(params)).items() if sizes else ():
+        found = where.read({"loss": evaluate(params, batches), **probe(params, sequences)})
+        for name, numbers in where.read(size_probe(params)).items() if sizes else ():
             found["weights"][name].update(numbers)
         return found
 
     return evaluation
 
 
-def _solver(state: TrainState) -> dict[str, Any]:
+def _solver(state: TrainState, where: Layout) -> dict[str, Any]:
     """What an `eval` line records of the last step's solver; nothing where there is none."""
-    found = jax.device_get(solver_diagnostics(state.opt_state))
+    found = where.read(solver_diagnostics(state.opt_state))
     return {"solver": found} if found else {}
 
 
 class Program(NamedTuple):
-    """A run's functions; each is compiled at its first call."""
+    """A run's functions; each is compiled at its first call. States are laid out as `where` says."""
 
+    where: Layout
+    abstract_state: TrainState
+    """Shapes and dtypes of one copy."""
     initial_state: Callable[[], TrainState]
     train_step: Callable[[TrainState, Array], tuple[TrainState, Update]]
     evaluate: Callable[..., dict[str, Any]]
 
 
-def make_program(config: Run, corpus: Corpus) -> Program:
+def make_program(config: Run, corpus: Corpus, devices: Devices = ONE) -> Program:
     """The functions of a run on a text.
 
     Raises:
-      InputError: the optimizer is unknown, or the text is too short for one batch.
+      InputError: the optimizer is unknown, the text is too short for one batch, or a batch cannot be divided
+        among the devices.
     """
-    optimizer = make_optimizer(config)
-    initial_state = jax.jit(functools.partial(init_state, config, optimizer))
-    return Program(initial_state, make_train_step(config, optimizer), make_evaluation(config, corpus))
+    where = layout(devices, config)
+    optimizer = make_optimizer(config, where.axis_name)
+    init = functools.partial(init_state, config, optimizer)
+    return Program(
+        where,
+        jax.eval_shape(init),
+        functools.partial(where.initial, init),
+        make_train_step(config, optimizer, where),
+        make_evaluation(config, corpus, where),
+    )
 
 
-def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress: bool = True) -> Result:
+def train(
+    config: Run,
+    run_dir: Path,
+    *,
+    corpus: Corpus | None = None,
+    devices: Devices = ONE,
+    progress: bool = True,
+) -> Result:
     """Starts a run, takes up one that was interrupted, or returns the result of one that has ended.
 
     Args:
       config: the whole run.
       run_dir: the run's own folder: configuration, metrics, checkpoints and, at the end, `result.json`.
       corpus: the text; by default it is loaded as `config.data.corpus` says.
+      devices: on which it is trained; it may go on on others.
       progress: show a progress bar on stderr.
 
     Raises:
+      Preempted: SIGTERM came; what there is has been saved.
       InputError: the folder holds another configuration's run, or a run on another text; or the
-        configuration or the corpus cannot be used; or another process trains in the folder.
+        configuration or the corpus cannot be used, here or on these devices; or another process trains in
+        the folder.
     """
     run_dir = Path(run_dir)
     check_config(config, run_dir)
@@ -179,42 +214,59 @@ def train(config: Run, run_dir: Path, *, corpus: Corpus | None = None, progress:
     if (run_dir / RESULT).exists():
         return Result(**read_json(run_dir / RESULT))
     # This may reject the configuration, so it comes before the folder is made this configuration's own.
-    program = make_program(config, corpus)
+    program = make_program(config, corpus, devices)
+    if not is_first():
+        return _run(config, run_dir, corpus, program, progress)
     write_config(config, corpus, run_dir)
     with locked(run_dir):
         return _run(config, run_dir, corpus, program, progress)
 
 
 def _run(config: Run, run_dir: Path, corpus: Corpus, program: Program, progress: bool) -> Result:
+    def open_log() -> RunLog:
+        # A checkpoint of step 0 is a given start, of which nothing is recorded yet.
+        return RunLog(config, run_dir, checkpoints.latest_step or None, progress, writes=is_first())
+
     with (
         Checkpoints(run_dir / "checkpoints") as checkpoints,
-        RunLog(config, run_dir, checkpoints.latest_step, progress) as log,
+        first_then_others(open_log, "metrics") as log,
     ):
         status, step, reason = "finished", config.steps, f"all {config.steps} updates were made"
         try:
-            _loop(config, corpus, program, checkpoints, log)
+            with notice() as told_to_stop:
+                _loop(config, corpus, program, checkpoints, log, told_to_stop)
         except RunEnded as end:
             status, step, reason = end.status, end.step, end.reason
     result = Result(status, step, reason, log.validation_loss, log.best_validation_loss)
     # Last of all, so that whoever finds it finds the final checkpoint and all metrics too.
-    write_json(run_dir / RESULT, asdict(result))
+    if is_first():
+        write_json(run_dir / RESULT, asdict(result))
     return result
 
 
-def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoints, log: RunLog) -> None:
+def _loop(
+    config: Run,
+    corpus: Corpus,
+    program: Program,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    told_to_stop: Callable[[int], bool],
+) -> None:
     """Makes the updates that are missing.
 
     Raises:
       RunEnded: the run cannot go on.
+      Preempted: it was told to stop, and the last update made is saved.
     """
-    start = checkpoints.latest_step or 0
+    start, where = checkpoints.latest_step or 0, program.where
     if start == config.steps:
         return
-    if start == 0:
+    if checkpoints.latest_step is None:
         state = program.initial_state()
-        log.evaluation(0, program.evaluate(state.params, sizes=True))
     else:
-        state = checkpoints.restore(on_default_device(jax.eval_shape(program.initial_state)))
+        state = where.spread(checkpoints.restore(where.abstract(program.abstract_state)))
+    if start == 0:
+        log.evaluation(0, program.evaluate(where.whole(state).params, sizes=True))
     batches = train_batches(
         corpus,
         batch_size=config.data.batch_size,
@@ -222,18 +274,24 @@ def _loop(config: Run, corpus: Corpus, program: Program, checkpoints: Checkpoint
         seed=config.seed,
         start_step=start,
         stop_step=config.steps,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
     )
     for step, tokens in enumerate(batches, start + 1):
-        state, update = program.train_step(state, tokens)
+        state, update = program.train_step(state, where.batch(tokens))
         log.update(step, update)
         last = step == config.steps
         evaluation_due = last or step % config.eval_every == 0
-        save_due = last or step % config.checkpoint_every == 0
+        stop = told_to_stop(step)
+        save_due = last or stop or step % config.checkpoint_every == 0
         # The first step is read at once: what it took to compile is not counted as training time.
         if step == start + 1 or evaluation_due or save_due or step % config.log_every == 0:
             log.read()
         if evaluation_due:
-            log.evaluation(step, {**program.evaluate(state.params, sizes=last), **_solver(state)})
+            whole = where.whole(state)
+            log.evaluation(step, {**program.evaluate(whole.params, sizes=last), **_solver(whole, where)})
         if save_due:
             log.flush()  # Before the save: what a checkpoint covers is never computed again.
-            checkpoints.save(step, state)
+            checkpoints.save(step, where.whole(state))
+        if stop and not last:
+            raise Preempted(step)

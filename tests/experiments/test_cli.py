@@ -13,6 +13,7 @@ import pytest
 from experiments import __main__ as command_line
 from experiments.__main__ import main
 from experiments.config import Run, preset
+from experiments.preemption import EXIT_CODE, Preempted
 from experiments.studies.frontier.study import ASSIGNMENTS
 from experiments.studies.manifolds.study import OPTIMIZERS
 from experiments.studies.sel.plan import SEL_PRESETS
@@ -46,6 +47,19 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = shown(capsys, "manifolds", "--help", code=0)
     assert "demo,tiny,narrow,gpt2-small}" in options and "--frontier" in options
     assert "gram,dual_ascent}" in options
+
+
+def test_told_to_stop(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM has an exit code of its own, and a message that says what to do (the saving: test_resume)."""
+
+    def preempted(*_: object, **__: object) -> None:
+        raise Preempted(7)
+
+    monkeypatch.setattr(command_line, "train_run", preempted)
+    printed = shown(capsys, "train", "--dir", tmp_path, "demo", code=EXIT_CODE)
+    assert "saved after update 7" in printed and "same command goes on" in printed
 
 
 def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

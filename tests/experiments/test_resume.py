@@ -19,6 +19,7 @@ import pytest
 from experiments import train as training
 from experiments.checkpoints import Checkpoints, on_default_device
 from experiments.config import Data, Model, Optimizer, Run
+from experiments.preemption import EXIT_CODE, Preempted
 from experiments.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -43,18 +44,20 @@ def configuration(text):
 def kill_at(moment):
     """Arranges this process's death.
 
-    `update N`: when the batch of update N is asked for. Else a regular expression: before the first such
-    operation on files, in whichever thread. These are Python's audit events, `os.mkdir PATH`,
-    `os.rename FROM TO` and, with the tree that is being removed, `shutil.rmtree PATH os.rmdir NAME`.
+    `update N`: when the batch of update N is asked for; `SIGTERM N`: told to stop then. Else a regular
+    expression: before the first such operation on files, in whichever thread. These are Python's audit
+    events, `os.mkdir PATH`, `os.rename FROM TO` and, with the tree that is being removed, `shutil.rmtree
+    PATH os.rmdir NAME`.
     """
-    if moment.startswith("update"):
+    if moment.startswith(("update", "SIGTERM")):
         last, train_batches = int(moment.split()[1]), training.train_batches
+        deadly = signal.SIGKILL if moment.startswith("update") else signal.SIGTERM
 
         def batches(*arguments, start_step, **settings):
             all_batches = train_batches(*arguments, start_step=start_step, **settings)
             for step, tokens in enumerate(all_batches, start_step + 1):
                 if step == last:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), deadly)
                 yield tokens
 
         training.train_batches = batches
@@ -87,7 +90,7 @@ def run_process(run_dir, text, moment=""):
     }
     command = [sys.executable, __file__, str(run_dir), str(text), moment]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if process.returncode not in (0, -signal.SIGKILL):
+    if process.returncode not in (0, -signal.SIGKILL, EXIT_CODE):
         raise AssertionError(process.stderr)
     return process.returncode
 
@@ -116,6 +119,7 @@ MOMENTS = [
     "update 3",  # Before the first checkpoint.
     r"os.rename \S+/4\S+-tmp \S+/4 ",  # The first checkpoint is written, not yet committed.
     r"os.mkdir \S+/8\S+-tmp ",  # The metrics are on disk, the save has hardly begun.
+    "SIGTERM 9",  # Told to stop, it saves and goes.
     "update 11",  # Between checkpoints.
     "update 13",  # Right after a save was started; it may be complete, or not.
     r"shutil.rmtree \S+/checkpoints/\d+ .* os.rmdir d ",  # An old checkpoint is half deleted.
@@ -127,7 +131,11 @@ def test_killed_and_started_again(tmp_path, text):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_process(whole, text) == 0
     for moment in MOMENTS:
-        assert run_process(killed, text, moment) == -signal.SIGKILL, f"not killed at {moment!r}"
+        ended = EXIT_CODE if moment.startswith("SIGTERM") else -signal.SIGKILL
+        assert run_process(killed, text, moment) == ended, f"not ended at {moment!r}"
+        if ended == EXIT_CODE:
+            with Checkpoints(killed / "checkpoints") as checkpoints:
+                assert checkpoints.latest_step == int(moment.split()[1])
         assert not (killed / "result.json").exists()
     assert run_process(killed, text) == 0
 
@@ -145,4 +153,7 @@ def test_killed_and_started_again(tmp_path, text):
 if __name__ == "__main__":
     run_dir, text_path, moment_of_death = sys.argv[1:]
     kill_at(moment_of_death)
-    train(configuration(text_path), Path(run_dir), progress=False)
+    try:
+        train(configuration(text_path), Path(run_dir), progress=False)
+    except Preempted:
+        sys.exit(EXIT_CODE)

@@ -68,7 +68,7 @@ def capture(config: Run, corpus: Corpus, steps: Container[int]) -> Captured:
     for step, tokens in enumerate(batches):
         # Copied now, as the update takes over the state's buffers.
         before = _solvers_input(state) if step in steps else None
-        state, _ = program.train_step(state, tokens)
+        state, _ = program.train_step(state, program.where.batch(tokens))
         (muon,) = muon_states(state.opt_state)
         for name, found in _by_name(muon.diagnostics.iterations).items():
             iterations[name].append(found)
