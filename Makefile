@@ -12,7 +12,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow test-peers lint format clean
+.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow soak test-peers lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,10 +37,13 @@ tpu-check: $(TPU_VENV)/.tpu ## Compile GPT-2 small's step for TPU topologies: me
 
 # In the order of collection: by their number of tests, a long file of few tests would start last.
 test: $(VENV)/.test ## From nothing to green tests
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not peers and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not peers and not slow and not soak"
 
 test-slow: $(VENV)/.test ## The solver at GPT-2 small's shapes and over a whole run (an hour)
 	$(OPTIMIZED) $(BIN)/python -m pytest -m slow
+
+soak: $(VENV)/.test ## Kill runs at random moments for ten minutes: they end as one that nobody killed, bit for bit
+	$(BIN)/python -m pytest -s -m soak
 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(OPTIMIZED) $(BIN)/python -m pytest -m peers

@@ -142,6 +142,8 @@ class Optimizer:
     """Decoupled; on arrays with two or more axes (a stack axis not counted), not on constrained ones."""
     clip_norm: float = 1.0
     """Largest global norm of a gradient."""
+    skips: int = 0
+    """Updates in a row that are left out, as their gradient is not finite, before the run ends for it."""
     muon_learning_rate: float = 0.02
     """Muon's peak rate: the spectral norm of its largest step."""
     momentum: float = 0.95
@@ -162,7 +164,8 @@ class Optimizer:
     """Precision of the matrix signs' products; the paper's is bfloat16."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is negative: {self.warmup_steps}")
+        for name in ("warmup_steps", "skips"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name} is negative: {getattr(self, name)}")
         for name in ("learning_rate", "muon_learning_rate", "clip_norm", "solver_step_size"):
             value = getattr(self, name)
             _require(0 < value < math.inf, f"optimizer.{name} must be positive and finite, got {value}")

@@ -54,6 +54,16 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def wait_for_all(what: str) -> None:
+    """Returns when all processes are here.
+
+    Args:
+      what: a name that is the same in all of them.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
 def first_then_others(do: Callable[[], T], what: str) -> T:
     """`do()`, in the first process before it is done in the others.
 
@@ -61,11 +71,9 @@ def first_then_others(do: Callable[[], T], what: str) -> T:
       do: what reads what the first has written, say.
       what: a name that is the same in all processes.
     """
-    if jax.process_count() == 1:
+    if not is_first():
+        wait_for_all(what)
         return do()
-    if is_first():
-        done = do()
-        multihost_utils.sync_global_devices(what)
-        return done
-    multihost_utils.sync_global_devices(what)
-    return do()
+    done = do()
+    wait_for_all(what)
+    return done

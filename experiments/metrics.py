@@ -93,6 +93,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / METRICS)[0]
 
 
+def _broken(numbers: Mapping[str, Any]) -> list[str]:
+    """Which of an update's numbers are not finite; in a stored line they are None."""
+    return [name for name in Update._fields if numbers[name] is None or not math.isfinite(numbers[name])]
+
+
 def _line(values: Mapping[str, Any]) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
@@ -165,8 +170,13 @@ class RunLog:
             maxinterval=60.0,
             dynamic_ncols=True,
         )
-        evaluations = (line for line in read_metrics(run_dir) if line["kind"] == "eval")
-        self._validation_losses: list[float | None] = [line["loss"] for line in evaluations]
+        lines = read_metrics(run_dir)
+        self._validation_losses: list[float | None] = [x["loss"] for x in lines if x["kind"] == "eval"]
+        self._skipped = 0
+        """Updates in a row up to now that were left out."""
+        for line in lines:
+            if line["kind"] == "train":
+                self._count(_broken(line))
         self._unread: list[tuple[int, Update]] = []
         self._read_at: float | None = None
         self._timed_steps, self._seconds = 0, 0.0
@@ -204,10 +214,11 @@ class RunLog:
         updates, self._unread = jax.device_get(self._unread), []
         now = time.perf_counter()
         for step, update in updates:
-            self._metrics.write("train", step, **update._asdict())
-            for name, number in update._asdict().items():
-                if not math.isfinite(number):
-                    raise RunEnded("non-finite", step, f"{name} is {number} at update {step}")
+            numbers = update._asdict()
+            self._metrics.write("train", step, **numbers)
+            if self._count(broken := _broken(numbers)) > self._config.optimizer.skips:
+                name = broken[0]
+                raise RunEnded("non-finite", step, f"{name} is {numbers[name]} at update {step}")
         if self._read_at is not None:
             self._timed_steps += len(updates)
             self._seconds += now - self._read_at
@@ -216,6 +227,11 @@ class RunLog:
         if self._timed_steps and step % self._config.log_every == 0:
             self._speed(step, update.loss)
         self._bar.update(len(updates))
+
+    def _count(self, broken: list[str]) -> int:
+        """Updates in a row that were left out, with this one."""
+        self._skipped = self._skipped + 1 if broken else 0
+        return self._skipped
 
     def _speed(self, step: int, loss: float) -> None:
         tokens = self._timed_steps * self._config.data.batch_size * self._config.model.context

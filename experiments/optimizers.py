@@ -98,7 +98,8 @@ def make_optimizer(config: Run, axis_name: str | None = None) -> optax.GradientT
 
     In the spectral parametrisation rates are those of the base width. The gradient that is clipped has the
     same norm at every width there, but for an untied head's, which grows as the width's square root; only SGD
-    depends on it. With SEL, the scales' own rates come last.
+    depends on it. With SEL, the scales' own rates come last. Where the configuration allows for some, a
+    gradient that is not finite changes nothing, not even the optimizer's state.
 
     Args:
       config: of the run.
@@ -112,7 +113,9 @@ def make_optimizer(config: Run, axis_name: str | None = None) -> optax.GradientT
     if sel.on and sel.annealed:
         rates = annealed(config.steps, (sel.e_first, sel.e_last), (sel.m_first, sel.m_last))
         chain.append(scale_rates(rates))
-    return optax.chain(*chain)
+    optimizer = optax.chain(*chain)
+    skips = config.optimizer.skips
+    return optax.apply_if_finite(optimizer, skips) if skips else optimizer
 
 
 def _standard(config: Run, axis_name: str | None) -> optax.GradientTransformation:

@@ -227,16 +227,15 @@ def _run(config: Run, run_dir: Path, corpus: Corpus, program: Program, progress:
         # A checkpoint of step 0 is a given start, of which nothing is recorded yet.
         return RunLog(config, run_dir, checkpoints.latest_step or None, progress, writes=is_first())
 
-    with (
-        Checkpoints(run_dir / "checkpoints") as checkpoints,
-        first_then_others(open_log, "metrics") as log,
-    ):
-        status, step, reason = "finished", config.steps, f"all {config.steps} updates were made"
-        try:
-            with notice() as told_to_stop:
-                _loop(config, corpus, program, checkpoints, log, told_to_stop)
-        except RunEnded as end:
-            status, step, reason = end.status, end.step, end.reason
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        # Before the metrics are cut to the latest checkpoint: a damaged one is passed over.
+        state = _saved(program, checkpoints)
+        with first_then_others(open_log, "metrics") as log, notice() as told_to_stop:
+            status, step, reason = "finished", config.steps, f"all {config.steps} updates were made"
+            try:
+                _loop(config, corpus, program, checkpoints, state, log, told_to_stop)
+            except RunEnded as end:
+                status, step, reason = end.status, end.step, end.reason
     result = Result(status, step, reason, log.validation_loss, log.best_validation_loss)
     # Last of all, so that whoever finds it finds the final checkpoint and all metrics too.
     if is_first():
@@ -244,11 +243,18 @@ def _run(config: Run, run_dir: Path, corpus: Corpus, program: Program, progress:
     return result
 
 
+def _saved(program: Program, checkpoints: Checkpoints) -> TrainState | None:
+    if checkpoints.latest_step is None:
+        return None
+    return program.where.spread(checkpoints.restore(program.where.abstract(program.abstract_state)))
+
+
 def _loop(
     config: Run,
     corpus: Corpus,
     program: Program,
     checkpoints: Checkpoints,
+    state: TrainState | None,
     log: RunLog,
     told_to_stop: Callable[[int], bool],
 ) -> None:
@@ -261,10 +267,7 @@ def _loop(
     start, where = checkpoints.latest_step or 0, program.where
     if start == config.steps:
         return
-    if checkpoints.latest_step is None:
-        state = program.initial_state()
-    else:
-        state = where.spread(checkpoints.restore(where.abstract(program.abstract_state)))
+    state = program.initial_state() if state is None else state
     if start == 0:
         log.evaluation(0, program.evaluate(where.whole(state).params, sizes=True))
     batches = train_batches(

@@ -1,6 +1,10 @@
 """Checkpoints come back bit for bit, the last two are kept, and halves are not seen."""
 
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import chex
@@ -99,6 +103,66 @@ def test_a_half_deleted_old_checkpoint_is_in_nobodys_way(tmp_path):
         assert_same(checkpoints.restore(abstract()), make_state(2))
         checkpoints.save(3, make_state(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+DAMAGE = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "overwritten": lambda content: b"\xff" * len(content),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, make_state(step))
+    for path in (folder / "2").rglob("*"):
+        if path.is_file():
+            path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with Checkpoints(folder) as checkpoints:
+        with pytest.warns(UserWarning, match=r"checkpoints/2 cannot be read.*going back to step 1"):
+            assert_same(checkpoints.restore(abstract()), make_state(1))
+        assert checkpoints.latest_step == 1
+        checkpoints.save(2, make_state(2))
+    assert (tmp_path / "checkpoints-damaged" / "2").is_dir()
+    with Checkpoints(folder) as checkpoints:
+        assert_same(checkpoints.restore(abstract()), make_state(2))
+
+
+def test_where_none_can_be_read_the_latest_says_why(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.zeros(step)})
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError):
+            checkpoints.restore(abstract())
+        assert checkpoints.latest_step == 2
+
+
+def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(tmp_path):
+    """In a process that may write no file of over a megabyte."""
+    program = """
+import resource, signal, sys
+import jax.numpy as jnp, jax
+from experiments.checkpoints import Checkpoints
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+with Checkpoints(__import__("pathlib").Path(sys.argv[1])) as checkpoints:
+    checkpoints.save(1, {"x": jnp.zeros(10)})
+    checkpoints.save(2, {"x": jax.random.normal(jax.random.key(0), (2**21,))})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "InputError" in done.stderr and "no space is left for a checkpoint" in done.stderr
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 1
+        shape = on_default_device({"x": jax.ShapeDtypeStruct((10,), jnp.float32)})
+        np.testing.assert_array_equal(checkpoints.restore(shape)["x"], 0.0)
 
 
 def test_restoring_from_nothing_is_an_error(tmp_path):

@@ -77,10 +77,9 @@ def kill_at(moment):
         sys.addaudithook(hook)
 
 
-def run_process(run_dir, text, moment=""):
-    """The return code of a run in a process of its own, killed at the given moment."""
+def environment(run_dir):
     # A cache per run: the starts of one run compile once, and different runs each on their own.
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
@@ -88,8 +87,17 @@ def run_process(run_dir, text, moment=""):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, __file__, str(run_dir), str(text), moment]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def command(run_dir, text, moment=""):
+    return [sys.executable, __file__, str(run_dir), str(text), moment]
+
+
+def run_process(run_dir, text, moment=""):
+    """The return code of a run in a process of its own, killed at the given moment."""
+    process = subprocess.run(
+        command(run_dir, text, moment), env=environment(run_dir), capture_output=True, text=True, check=False
+    )
     if process.returncode not in (0, -signal.SIGKILL, EXIT_CODE):
         raise AssertionError(process.stderr)
     return process.returncode

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -266,26 +267,62 @@ def test_non_finite_loss_ends_the_run_at_its_first_step(tmp_path):
     assert train(config, tmp_path, corpus=make_corpus(), progress=False) == result
 
 
-def test_non_finite_gradient_under_a_finite_loss_ends_the_run(tmp_path, monkeypatch):
-    mean_loss, train_batches = training.mean_loss, training.train_batches
+@pytest.fixture
+def spoil(monkeypatch):
+    """Gradients at these updates are NaN, and their losses are not; the run is stopped before `stop`."""
 
-    def batches(*arguments, **settings):
-        for step, tokens in enumerate(train_batches(*arguments, **settings), 1):
-            yield np.zeros_like(tokens) if step == 6 else tokens
+    def spoil(*spoiled, stop=None):
+        monkeypatch.undo()
+        mean_loss, train_batches = training.mean_loss, training.train_batches
 
-    def loss(model, params, tokens, *key):
-        # The root's slope is infinite on the batch of zeros, and the loss is not.
-        zero = 0.0 * params["ln_f"]["scale"][0] + jnp.where(jnp.all(tokens == 0), 0.0, 1.0)
-        return mean_loss(model, params, tokens, *key) + jnp.sqrt(zero)
+        def batches(*arguments, start_step, **settings):
+            found = train_batches(*arguments, start_step=start_step, **settings)
+            for step, tokens in enumerate(found, start_step + 1):
+                if step == stop:
+                    raise KeyboardInterrupt
+                yield np.zeros_like(tokens) if step in spoiled else tokens
 
-    monkeypatch.setattr(training, "train_batches", batches)
-    monkeypatch.setattr(training, "mean_loss", loss)
+        def loss(model, params, tokens, *key):
+            # The root's slope is infinite on the batch of zeros, and the loss is not.
+            zero = 0.0 * params["ln_f"]["scale"][0] + jnp.where(jnp.all(tokens == 0), 0.0, 1.0)
+            return mean_loss(model, params, tokens, *key) + jnp.sqrt(zero)
+
+        monkeypatch.setattr(training, "train_batches", batches)
+        monkeypatch.setattr(training, "mean_loss", loss)
+
+    return spoil
+
+
+def test_non_finite_gradient_under_a_finite_loss_ends_the_run(tmp_path, spoil):
+    spoil(6)
     result = train(CONFIG, tmp_path, corpus=make_corpus(), progress=False)
     assert (result.status, result.step) == ("non-finite", 6)
     assert "gradient_norm is nan at update 6" in result.reason
     last = read_metrics(tmp_path)[-1]
     assert (last["step"], last["gradient_norm"]) == (6, None)
     assert last["loss"] is not None
+
+
+@pytest.mark.parametrize("name", ["adamw", "hetero"])
+def test_some_non_finite_gradients_are_left_out(tmp_path, spoil, name):
+    spoil(2, 5, 6)
+    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name=name, skips=2))
+    result = train(config, tmp_path, corpus=make_corpus(), progress=False)
+    assert result.status == "finished" and result.validation_loss is not None
+    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
+    assert [line["step"] for line in lines if line["gradient_norm"] is None] == [2, 5, 6]
+    assert all(line["loss"] is not None for line in lines)
+
+
+def test_too_many_in_a_row_end_the_run_though_it_was_taken_up_between(tmp_path, spoil):
+    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, skips=2), checkpoint_every=1)
+    spoil(5, 6, 7, stop=7)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, corpus=make_corpus(), progress=False)
+    spoil(5, 6, 7)
+    result = train(config, tmp_path, corpus=make_corpus(), progress=False)
+    assert (result.status, result.step) == ("non-finite", 7)
+    assert "gradient_norm is nan at update 7" in result.reason
 
 
 def test_divergence_ends_the_run_at_the_evaluation_that_shows_it(tmp_path):
@@ -314,6 +351,20 @@ def test_errors_that_are_not_results_propagate(tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         train(CONFIG, tmp_path, corpus=make_corpus(), progress=False)
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(finished, tmp_path):
+    run_dir, result, corpus = finished
+    damaged = tmp_path / "run"
+    shutil.copytree(run_dir, damaged)
+    (damaged / "result.json").unlink()
+    for path in (damaged / "checkpoints" / "10").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.warns(UserWarning, match="going back to step 8"):
+        assert train(CONFIG, damaged, corpus=corpus, progress=False) == result
+    found, expected = ([m for m in read_metrics(x) if m["kind"] != "speed"] for x in (damaged, run_dir))
+    assert found == expected
 
 
 def test_a_progress_bar_in_a_log_file_is_a_few_lines(tmp_path, capsys):
