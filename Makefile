@@ -26,7 +26,7 @@ study: $(VENV)/.experiments ## The same with three times the steps; the paper's 
 frontier: $(VENV)/.experiments ## Muon's rate swept for every assignment and both solvers until runs diverge (an hour)
 	$(BIN)/python -m experiments manifolds --frontier
 
-bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory, quality (an hour or more)
+bench: $(VENV)/.experiments ## Optimisers side by side: time, operations, memory, quality (an hour)
 	$(BIN)/python -m experiments.benchmarks.bench
 
 bench-sel: $(VENV)/.experiments ## What SEL adds to a training step: operations, bytes, memory, time (minutes)

@@ -186,7 +186,7 @@ def main(
 
     Args:
         preset_name: Largest parameters that optimisers are compared on. tiny always comes first; gpt2-small
-            takes an hour or more on two cores, and 15 GiB.
+            takes about an hour on two cores, and 15 GiB.
         dir: Folder of bench.json.
         iterations: Of the solver in the share of a training step; by default tiny's median.
     """
