@@ -57,9 +57,11 @@ class Result:
     best_validation_loss: float | None
 
 
-def init_state(config: Run, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update, a function of the configuration alone."""
-    params = prepare_params(init_params(config.model, jax.random.key(config.seed)), config)
+def init_state(config: Run, optimizer: optax.GradientTransformation, params: Any | None = None) -> TrainState:
+    """The state before the first update: a function of the configuration alone, or of ordinary params too."""
+    if params is None:
+        params = init_params(config.model, jax.random.key(config.seed))
+    params = prepare_params(params, config)
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from experiments.checkpoints import Checkpoints, on_default_device
 from experiments.config import Model, Run, from_dict
@@ -15,8 +15,8 @@ from experiments.corpus import load
 from experiments.errors import InputError
 from experiments.exchange import hugging_face
 from experiments.exchange.byte_tokenizer import tokenizer
-from experiments.files import CONFIG, read_json, write_config, write_json
-from experiments.optimizers import make_optimizer, prepare_params
+from experiments.files import CONFIG, read_json, write_config, write_json, write_whole
+from experiments.optimizers import make_optimizer
 from experiments.train import TrainState, init_state
 
 _WEIGHTS, _SHAPE = "model.safetensors", "config.json"
@@ -67,9 +67,7 @@ def export_run(run_dir: Path, out_dir: Path) -> None:
         write_json(out_dir / name, content)
     write_json(out_dir / _SHAPE, hugging_face.to_config(config.model))
     tensors = hugging_face.to_tensors(config.model, jax.device_get(state.params))
-    unfinished = out_dir / f"{_WEIGHTS}.tmp"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.rename(out_dir / _WEIGHTS)
+    write_whole(out_dir / _WEIGHTS, save(tensors, metadata={"format": "pt"}))
 
 
 def read_model(model_dir: Path) -> tuple[Model, dict[str, Any]]:
@@ -114,12 +112,8 @@ def import_model(model_dir: Path, run_dir: Path, settings: Run) -> Run:
     corpus = load(config.data.corpus, vocab_size=model.vocab_size, context=model.context)
     params = jax.tree.map(np.asarray, params)
     optimizer = make_optimizer(config)
-    state = jax.jit(lambda params: _state(prepare_params(params, config), optimizer))(params)
+    state = jax.jit(lambda params: init_state(config, optimizer, params))(params)
     write_config(config, corpus, run_dir)
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         checkpoints.save(0, state)
     return config
-
-
-def _state(params: Any, optimizer: Any) -> TrainState:
-    return TrainState(params, optimizer.init(params), np.zeros((), np.int32))

@@ -1,6 +1,5 @@
 """A run mapped over eight devices is the run on one, and goes on on others."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -11,6 +10,7 @@ from experiments.config import Data, Model, Optimizer, Run
 from experiments.corpus import Corpus
 from experiments.devices import Devices, layout
 from experiments.errors import InputError
+from experiments.metrics import read_metrics
 from experiments.train import make_program, train
 
 CONFIG = Run(
@@ -37,7 +37,7 @@ def corpus() -> Corpus:
 
 def numbers(run_dir) -> np.ndarray:
     """Losses and gradient norms of updates, then the losses of evaluations."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run_dir)
     updates = [(x["loss"], x["gradient_norm"]) for x in lines if x["kind"] == "train"]
     return np.concatenate([np.ravel(updates), [x["loss"] for x in lines if x["kind"] == "eval"]])
 

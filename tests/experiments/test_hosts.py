@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import train as training
 from experiments.config import Data, Model, Optimizer, Run
 from experiments.devices import Devices
 from experiments.errors import InputError
 from experiments.hosts import ALONE, Hosts, join
-from experiments.metrics import read_metrics
 from experiments.train import train
+from tests.experiments.test_devices import numbers
+from tests.experiments.test_resume import kill_at
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Run(
@@ -69,13 +69,6 @@ def finish(processes: list[subprocess.Popen], *codes: int) -> None:
     for process, code in zip(processes, codes, strict=True):
         output, _ = process.communicate(timeout=300)
         assert process.returncode == code, output[-3000:]
-
-
-def numbers(run_dir: Path) -> np.ndarray:
-    """Losses and gradient norms of updates, then the losses of evaluations."""
-    lines = read_metrics(run_dir)
-    updates = [(x["loss"], x["gradient_norm"]) for x in lines if x["kind"] == "train"]
-    return np.concatenate([np.ravel(updates), [x["loss"] for x in lines if x["kind"] == "eval"]])
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +127,7 @@ def test_half_told_processes_are_refused(hosts):
 if __name__ == "__main__":
     run_name, text_name, port, count, index, last = sys.argv[1:]
     if int(last):
-        train_batches = training.train_batches
-
-        def batches(*arguments, start_step, **settings):
-            all_batches = train_batches(*arguments, start_step=start_step, **settings)
-            for step, tokens in enumerate(all_batches, start_step + 1):
-                if step == int(last):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield tokens
-
-        training.train_batches = batches
+        kill_at(f"update {last}")
     several = int(count) > 1
     join(Hosts(coordinator=f"127.0.0.1:{port}", count=int(count), index=int(index)) if several else ALONE)
     train(configuration(Path(text_name)), Path(run_name), devices=Devices("mesh", fsdp=2), progress=False)

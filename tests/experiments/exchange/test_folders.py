@@ -11,18 +11,7 @@ from experiments.errors import InputError
 from experiments.exchange.folders import export_run, import_model, load_run, read_model
 from experiments.metrics import read_metrics
 from experiments.train import train
-from tests.experiments.exchange.runs import SETTINGS, trained, with_text
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return trained(SETTINGS, tmp_path_factory.mktemp("exchange"))
-
-
-@pytest.fixture(scope="module")
-def model_dir(run_dir):
-    export_run(run_dir, run_dir.parent / "model")
-    return run_dir.parent / "model"
+from tests.experiments.exchange.runs import SETTINGS, with_text
 
 
 def evaluations(run_dir) -> list[float]:

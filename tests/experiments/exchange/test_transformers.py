@@ -4,27 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.exchange.folders import export_run, load_run
+from experiments.exchange.folders import load_run
 from experiments.model import GPT2
 from experiments.sample import sample
-from tests.experiments.exchange.runs import SETTINGS, trained
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.peers
 PROMPT = "def é"
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return trained(SETTINGS, tmp_path_factory.mktemp("exported"))
-
-
-@pytest.fixture(scope="module")
-def model_dir(run_dir):
-    export_run(run_dir, run_dir.parent / "model")
-    return run_dir.parent / "model"
 
 
 def test_logits(run_dir, model_dir):
