@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import __main__ as command_line
 from experiments.__main__ import main
+from experiments.commands import runs as run_commands
+from experiments.commands import studies as study_commands
 from experiments.config import Run, preset
 from experiments.preemption import EXIT_CODE, Preempted
 from experiments.studies.frontier.study import ASSIGNMENTS
@@ -57,7 +58,7 @@ def test_told_to_stop(
     def preempted(*_: object, **__: object) -> None:
         raise Preempted(7)
 
-    monkeypatch.setattr(command_line, "train_run", preempted)
+    monkeypatch.setattr(run_commands, "train_run", preempted)
     printed = shown(capsys, "train", "--dir", tmp_path, "demo", code=EXIT_CODE)
     assert "saved after update 7" in printed and "same command goes on" in printed
 
@@ -87,11 +88,11 @@ def test_train_then_report(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
 def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """The arguments of every study that a command starts; nothing is trained."""
     started: list[tuple] = []
-    monkeypatch.setattr(command_line, "run_study", lambda *arguments: started.append(arguments))
-    monkeypatch.setattr(command_line, "run_frontier", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(study_commands, "run_study", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(study_commands, "run_frontier", lambda *arguments: started.append(arguments))
     for name in ("run_sel", "run_calibration"):
         monkeypatch.setattr(
-            command_line, name, lambda *arguments, name=name: started.append((name, *arguments))
+            study_commands, name, lambda *arguments, name=name: started.append((name, *arguments))
         )
     return started
 

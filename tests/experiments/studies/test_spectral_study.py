@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import __main__ as command_line
+from experiments.__main__ import main
+from experiments.commands import studies as study_commands
 from experiments.config import ADAMW, SGD, Data, Model, Optimizer, Run
 from experiments.errors import InputError
 from experiments.files import read_json, write_json
@@ -225,7 +226,7 @@ def test_a_study_from_plan_to_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     results = read_json(tmp_path / "results.json")
     assert not results["notes"] and len(results["transfers"]) == 2
     before = report.read_bytes()
-    command_line.main(["report", str(tmp_path)])
+    main(["report", str(tmp_path)])
     assert report.read_bytes() == before
 
 
@@ -330,9 +331,9 @@ def test_a_stored_check_is_read(tmp_path: Path) -> None:
 
 def test_command_line_names_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
-    monkeypatch.setattr(command_line, "run_spectral", lambda study, dir: asked.update(study=study, dir=dir))
-    command_line.main(["spectral", "--steps", "50", "--corpus", "text.txt"])
+    monkeypatch.setattr(study_commands, "run_spectral", lambda study, dir: asked.update(study=study, dir=dir))
+    main(["spectral", "--steps", "50", "--corpus", "text.txt"])
     assert asked["study"].base.steps == 50 and asked["study"].base.data.corpus == "text.txt"
     assert asked["dir"] == Path("runs/spectral-tiny")
-    command_line.main(["spectral", "--preset", "paper"])
+    main(["spectral", "--preset", "paper"])
     assert asked["study"] == SPECTRAL_PRESETS["paper"]

@@ -1,0 +1,1 @@
+"""What the command line offers, a function a command; tyro makes arguments of theirs."""
