@@ -125,10 +125,8 @@ def direction(
 ) -> Float[Array, "m n"]:
     """The tangent direction in m x n, scaled into the unit ball."""
     if isinstance(backend, Svd):
-        sigma, values, vectors = at.factors
-        m = problem.g + 2 * matmul(problem.w, at.dual)
-        unit_left = matmul(m, vectors) / jnp.where(values > 0, values, 1)
-        a = matmul(unit_left * (values / sigma), vectors.mT)
+        # Decomposed once more: M v / s has more of M's rounding than of v where s is small.
+        a = backend.damped_sign(problem.g + 2 * matmul(problem.w, at.dual), at.factors)
         t = a - matmul(problem.w, at.correction)
     else:
         of_w = 2 * matmul(at.dual, at.root) - at.correction

@@ -130,6 +130,11 @@ class Svd(_Spectral):
         inverse = self._inverse_root(values, right.mT, damping, noise)
         return matmul(left * (values / inverse.factors[0]), right), inverse
 
+    def damped_sign(self, m: Float[Array, "m n"], factors: tuple[Array, ...]) -> Float[Array, "m n"]:
+        """A of the same M again, damped as when these factors were found."""
+        left, values, right = _svd(m)
+        return matmul(left * (values / factors[0]), right)
+
 
 @dataclass(frozen=True)
 class Products:
