@@ -1,0 +1,35 @@
+"""Docstrings as the API pages want them: one entry for each parameter, and names that are links."""
+
+import re
+from typing import Any
+
+from griffe import Extension, Module, Object
+
+_SHARED = re.compile(r"^( +)(\**\w+(?:, \**\w+)+): (.*\n(?:\1 +.*\n)*)", re.MULTILINE)
+_NAME = re.compile(r"(?<![\[`])`(\w+)`(?!`)")
+
+
+class Docstrings(Extension):
+    """Rewrites docstrings before they are parsed."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Split `a, b: text` into an entry for each, and link `name` where it is a public one."""
+        if obj.docstring:
+            text = _SHARED.sub(_one_by_one, obj.docstring.value + "\n").rstrip()
+            obj.docstring.value = _NAME.sub(lambda match: _link(match, obj), text)
+
+
+def _one_by_one(match: re.Match[str]) -> str:
+    indent, names, text = match.groups()
+    return "".join(f"{indent}{name}: {text}" for name in names.split(", "))
+
+
+def _link(match: re.Match[str], obj: Object) -> str:
+    package: Module = obj.package
+    name = match[1]
+    known = {str(export) for export in package.exports or ()} - {obj.name}
+    if name not in known:
+        return match[0]
+    # A module of a function's name hides it here, though not when Python runs.
+    hidden = package.members[name].is_module
+    return f"[`{name}`][{package.name}.{name}{f'.{name}' if hidden else ''}]"
