@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from griffe import Extension, Module, Object
+from griffe import ExprSubscript, Extension, Function, Module, Object
 
 _SHARED = re.compile(r"^( +)(\**\w+(?:, \**\w+)+): (.*\n(?:\1 +.*\n)*)", re.MULTILINE)
 _NAME = re.compile(r"(?<![\[`])`(\w+)`(?!`)")
@@ -17,6 +17,13 @@ class Docstrings(Extension):
         if obj.docstring:
             text = _SHARED.sub(_one_by_one, obj.docstring.value + "\n").rstrip()
             obj.docstring.value = _NAME.sub(lambda match: _link(match, obj), text)
+
+    def on_function(self, *, func: Function, **_: Any) -> None:
+        """Leave out what `Annotated[...]` tells tyro about a command's argument."""
+        for parameter in func.parameters:
+            annotation = parameter.annotation
+            if isinstance(annotation, ExprSubscript) and annotation.canonical_name == "Annotated":
+                parameter.annotation = annotation.slice.elements[0]
 
 
 def _one_by_one(match: re.Match[str]) -> str:
