@@ -34,8 +34,9 @@ def _one_by_one(match: re.Match[str]) -> str:
 def _link(match: re.Match[str], obj: Object) -> str:
     package: Module = obj.package
     name = match[1]
-    known = {str(export) for export in package.exports or ()} - {obj.name}
-    if name not in known:
+    if name not in map(str, package.exports or ()) or name == obj.name:
+        return match[0]
+    if obj.parent.is_class and name in obj.parent.members:  # the class's own
         return match[0]
     # A module of a function's name hides it here, though not when Python runs.
     hidden = package.members[name].is_module
