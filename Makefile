@@ -12,7 +12,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow soak test-peers lint format clean
+.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow soak test-peers docs lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ soak: $(VENV)/.test ## Kill runs at random moments for ten minutes: they end as 
 test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch==..." chooses the build)
 	$(OPTIMIZED) $(BIN)/python -m pytest -m peers
 
+docs: $(VENV)/.docs ## Build the documentation: site/index.html, which needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 lint: $(VENV)/.test ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -55,7 +58,7 @@ format: $(VENV)/.test ## Apply style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean: ## Remove the environments and caches; runs/ stays
-	rm -rf $(VENV) $(TPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # One file a level of the environment, newer than what it was installed from.
 $(VENV)/.experiments: setup.cfg pyproject.toml
@@ -73,6 +76,10 @@ $(VENV)/.test: $(VENV)/.experiments
 $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[hf]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.experiments
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 # An environment of its own: libtpu is large, and where it is installed JAX looks for a TPU at every start.

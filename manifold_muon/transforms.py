@@ -37,7 +37,7 @@ class ManifoldMuonState(NamedTuple):
 
     mu: optax.Updates
     dual: Any
-    """Warm starts of the solver, like params: (*batch, n, n), or zeros (*batch, 1, 1) if there is none."""
+    """Warm starts of the solver, like params: `(*batch, n, n)`, or zeros `(*batch, 1, 1)` for none."""
     diagnostics: Diagnostics
 
 

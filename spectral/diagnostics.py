@@ -112,7 +112,7 @@ def condition_report(
       where, dimension_numbers, embeddings, iterations: see `norm_ratios`.
 
     Returns:
-      A report: `print` it, or read its rows. For embeddings, the norms are those of the largest rows.
+      A report, to `print` or to read rows of. For embeddings, the norms are those of the largest rows.
 
     Raises:
       ValueError: both updates and previous are given, or the patterns do not fit.
@@ -205,8 +205,8 @@ def singular_shares(
       kernel, inputs, dimension_numbers: see `alignment`.
 
     Returns:
-      min(fan_in, fan_out) numbers, over all inputs together: 1 / fan_in each for random inputs. They sum to
-      1 less the share in the null space.
+      min(fan_in, fan_out) numbers, over all inputs together, which sum to 1 less the share in the null
+      space; 1 / fan_in each for random inputs.
 
     Raises:
       ValueError: see `alignment`.

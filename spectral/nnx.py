@@ -19,7 +19,7 @@ def nnx_functions(
       inputs: batch -> the model's input; the batch itself if not given.
 
     Returns:
-      (params, features, apply): the `nnx.Param` state, (params, batch) -> path -> output of every module
+      `(params, features, apply)`, the `nnx.Param` state, (params, batch) -> path -> output of every module
       (the model's own is called `output`), and (params, inputs) -> the model's output, to make a loss of.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)

@@ -70,8 +70,8 @@ def learning_rate_scale(role: Role, optimizer: OptimizerKind, fan_in: int, fan_o
       fan_in, fan_out: of one matrix (fan_in is ignored for embeddings, biases and gains).
 
     Returns:
-      matrix and readout: fan_out / fan_in, 1 / fan_in or sqrt(fan_out / fan_in); embedding, bias and gain:
-      fan_out under SGD and 1 under Adam.
+      For a matrix or readout fan_out / fan_in, 1 / fan_in or sqrt(fan_out / fan_in); for an embedding, bias
+      or gain fan_out under SGD and 1 under Adam.
 
     Raises:
       ValueError: Muon for a parameter that is not a matrix: an orthogonal V x d update has rows that
