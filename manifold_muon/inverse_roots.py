@@ -85,7 +85,8 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
 
 @jax.custom_batching.sequential_vmap
 def _svd(x: Array) -> tuple[Array, Array, Array]:
-    return tuple(jnp.linalg.svd(x, full_matrices=False))
+    left, values, right = jnp.linalg.svd(x, full_matrices=False)
+    return left, values, right
 
 
 class _Spectral:
