@@ -51,14 +51,14 @@ test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch=
 docs: $(VENV)/.docs ## Build the documentation: site/index.html, which needs no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-lint: $(VENV)/.test ## Check style
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(VENV)/.test ## Check style, and the libraries' types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 format: $(VENV)/.test ## Apply style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 clean: ## Remove the environments and caches; runs/ stays
-	rm -rf $(VENV) $(TPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site *.egg-info
 
 # One file a level of the environment, newer than what it was installed from.
 $(VENV)/.experiments: setup.cfg pyproject.toml

@@ -24,7 +24,7 @@ class Anderson(NamedTuple):
     gram: Float[Array, "memory memory"]
     """Inner products of the d_step."""
     filled: Bool[Array, " memory"]
-    count: Int[Array, ""]
+    seen: Int[Array, ""]
     """Iterates seen since the memory was empty."""
 
     @classmethod
@@ -36,9 +36,9 @@ class Anderson(NamedTuple):
 
     def forget(self, when: Bool[Array, ""]) -> Self:
         """The empty memory where `when` holds: the iteration's map has changed."""
-        return self._replace(filled=self.filled & ~when, count=jnp.where(when, 0, self.count))
+        return self._replace(filled=self.filled & ~when, seen=jnp.where(when, 0, self.seen))
 
-    def __call__(self, x: Float[Array, "n n"], step: Float[Array, "n n"]) -> tuple[Array, Self]:
+    def __call__(self, x: Float[Array, "n n"], step: Float[Array, "n n"]) -> tuple[Array, "Anderson"]:
         """The next iterate, and the memory with this one in it.
 
         x + f - (dX + dF) c, where c minimises ||f - dF c||^2 + ridge ||c||^2, each difference divided by the
@@ -48,10 +48,10 @@ class Anderson(NamedTuple):
         """
         memory, image = len(self.filled), x + step
         # The first iterate has no difference; its place is taken by the second's.
-        slot = jnp.maximum(self.count - 1, 0) % memory
+        slot = jnp.maximum(self.seen - 1, 0) % memory
         d_step = self.d_step.at[slot].set(step - self.step)
         d_image = self.d_image.at[slot].set(image - self.image)
-        filled = self.filled.at[slot].set(self.count > 0)
+        filled = self.filled.at[slot].set(self.seen > 0)
         rows = d_step.reshape(memory, -1)
         inner = matmul(rows, rows[slot])
         gram = self.gram.at[slot].set(inner).at[:, slot].set(inner)
@@ -60,7 +60,7 @@ class Anderson(NamedTuple):
         normal = scale[:, None] * gram * scale + _RIDGE * jnp.eye(memory, dtype=x.dtype)
         c = scale * solve_spd(normal, scale * matmul(rows, step.reshape(-1)))
         mixed = image - matmul(c, d_image.reshape(memory, -1)).reshape(x.shape)
-        return mixed, Anderson(step, image, d_step, d_image, gram, filled, self.count + 1)
+        return mixed, Anderson(step, image, d_step, d_image, gram, filled, self.seen + 1)
 
 
 def solve_spd(a: Float[Array, "k k"], b: Float[Array, " k"]) -> Float[Array, " k"]:

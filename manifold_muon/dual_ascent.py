@@ -72,16 +72,16 @@ class DualAscent:
         if isinstance(manifold, Unconstrained):
             return self._solution(self._msign(g), 0)
         project = manifold.project_symmetric
-        dual = -0.25 * project(_symmetric_product(w, g))
 
-        def body(k: Array, dual: Array) -> Array:
-            a = self._msign(g + 2 * matmul(w, dual))
+        def body(k: Array, multiplier: Array) -> Array:
+            a = self._msign(g + 2 * matmul(w, multiplier))
             decayed = self.step_size * (1 - k / self.iterations)
-            return dual - decayed * project(_symmetric_product(w, a))
+            return multiplier - decayed * project(_symmetric_product(w, a))
 
-        # The K-th update of the dual variable would not be used.
-        dual = jax.lax.fori_loop(0, self.iterations - 1, body, dual)
-        return self._solution(self._msign(g + 2 * matmul(w, dual)), self.iterations)
+        multiplier = -0.25 * project(_symmetric_product(w, g))
+        # The K-th update of the multiplier would not be used.
+        multiplier = jax.lax.fori_loop(0, self.iterations - 1, body, multiplier)
+        return self._solution(self._msign(g + 2 * matmul(w, multiplier)), self.iterations)
 
     def _solution(self, a: Array, iterations: int) -> Solution:
         zero = 0 * a[..., 0, 0]

@@ -126,7 +126,7 @@ class GramSolver:
             solution = ways["svd"]()
         else:
             solution = jax.lax.platform_dependent(cpu=ways["eigh"], default=ways["products"])
-        solution = Solution(*(x.reshape(*batch, *x.shape[1:]) for x in solution))
+        solution = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), solution)
         return solution._replace(dual=None) if _closed_form(g.shape, manifold) else solution
 
     def _solve(

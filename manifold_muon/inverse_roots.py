@@ -34,8 +34,10 @@ class InverseRoot(NamedTuple):
 class Backend(Protocol):
     """One way from the Gram matrix to R."""
 
-    rounding: float
-    """What there is of it in a root, relative to the norm of the Gram matrix: the least eps^2."""
+    @property
+    def rounding(self) -> float:
+        """What there is of it in a root, relative to the norm of the Gram matrix: the least eps^2."""
+        ...
 
     def inverse_root(
         self, gram: Float[Array, "n n"], damping: Float[Array, ""], noise: Float[Array, ""]
@@ -83,13 +85,16 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
 
 @jax.custom_batching.sequential_vmap
 def _svd(x: Array) -> tuple[Array, Array, Array]:
-    return tuple(jnp.linalg.svd(x, full_matrices=False))
+    left, values, right = jnp.linalg.svd(x, full_matrices=False)
+    return left, values, right
 
 
 class _Spectral:
     """R and its Lyapunov equation from M's singular values and right singular vectors."""
 
-    def _inverse_root(self, values: Array, vectors: Array, damping: Array, noise: Array) -> InverseRoot:
+    def _inverse_root(
+        self, values: Array, vectors: Array, damping: Array, noise: Array | float
+    ) -> InverseRoot:
         nuclear = jnp.sum(values)
         epsilon = jnp.maximum(damping * nuclear / len(values), noise)
         sigma = jnp.sqrt(values**2 + epsilon**2)
@@ -123,7 +128,7 @@ class Svd(_Spectral):
     """By a singular value decomposition of M: exact to M's own rounding."""
 
     def direction(
-        self, m: Float[Array, "m n"], damping: Float[Array, ""], noise: Float[Array, ""]
+        self, m: Float[Array, "m n"], damping: Float[Array, ""], noise: Float[Array, ""] | float
     ) -> tuple[Array, InverseRoot]:
         """A = M R and R."""
         left, values, right = _svd(m)
@@ -163,8 +168,8 @@ class Products:
         square = symmetric_product(shifted, shifted)
         # ||N^2||_F^{1/2} = (sum s^8)^{1/4} bounds the largest eigenvalue s^2 of N, within n^{1/4} of it.
         top = 1.01 * jnp.sqrt(jnp.linalg.norm(square))
-        coefficients, weights = _design(self.steps, self.lower, self.rank)
-        coefficients, weights = jnp.asarray(coefficients, gram.dtype), jnp.asarray(weights, gram.dtype)
+        design = _design(self.steps, self.lower, self.rank)
+        coefficients, weights = (jnp.asarray(x, gram.dtype) for x in design)
 
         def feature(total: Array, weight: Array, matrix: Array) -> Array:
             return total + weight[:, None, None] * matrix

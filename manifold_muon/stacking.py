@@ -38,7 +38,8 @@ def from_tall(
 def map_stacked(
     function: Callable[..., Any],
     keys: Sequence[Hashable],
-    *columns: Sequence[Float[Array, "_ ..."]],
+    first: Sequence[Float[Array, "_ ..."]],
+    *others: Sequence[Float[Array, "_ ..."] | None],
     axis_name: AxisName | None = None,
 ) -> list[Any]:
     """`function(key, *members)`, where members of one shape and key are stacked into one batched call.
@@ -46,8 +47,9 @@ def map_stacked(
     Args:
       function: of a key and one stack for each column; gives a pytree of stacks.
       keys: one a member.
-      columns: each a list with one batch (batch, ...) a member; a row's batches have one size. None in a
-        column means that there is no such argument for all of that member's group.
+      first: one batch (batch, ...) a member.
+      others: as `first`, with a member's batches of one size. None means that there is no such argument for
+        all of that member's group.
       axis_name: see `over_devices`.
 
     Returns:
@@ -55,18 +57,16 @@ def map_stacked(
     """
     groups = defaultdict(list)
     for index, key in enumerate(keys):
-        groups[key, columns[0][index].shape[1:]].append(index)
+        groups[key, first[index].shape[1:]].append(index)
     results: list[Any] = [None] * len(keys)
     for (key, _), members in groups.items():
-        stacks = [
-            jnp.concatenate([replicated(column[i]) for i in members])
-            for column in columns
-            if column[members[0]] is not None
-        ]
+        rows = ([column[i] for i in members] for column in (first, *others))
+        given = ([replicated(x) for x in row if x is not None] for row in rows)
+        stacks = [jnp.concatenate(row) for row in given if row]
         result = over_devices(lambda *stacks, key=key: function(key, *stacks), *stacks, axis_name=axis_name)
         start = 0
         for i in members:
-            size = len(columns[0][i])
+            size = len(first[i])
             results[i] = jax.tree.map(lambda x, start=start, size=size: x[start : start + size], result)
             start += size
     return results

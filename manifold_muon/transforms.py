@@ -158,8 +158,9 @@ def _solve(
     )
 
     def like(new: list[Array], old: list[Array]) -> Any:
-        return treedef.unflatten(
-            sharded_like(x.reshape(y.shape).astype(y.dtype), y) for x, y in zip(new, old, strict=True)
+        pairs = zip(new, old, strict=True)
+        return jax.tree.unflatten(
+            treedef, [sharded_like(x.reshape(y.shape).astype(y.dtype), y) for x, y in pairs]
         )
 
     directions = [
@@ -213,11 +214,10 @@ def retract(
         leaves: dict[str, tuple[Array, Array]] = {}
         map_named(lambda name, *pair: leaves.setdefault(name, pair), updates, params)
         specs = assigned.values()
-        tall = [
-            sum(to_tall(x, spec.dimension_numbers) for x in leaves[name]) for name, spec in assigned.items()
-        ]
-        moved = map_stacked(_retract_stack, [spec.manifold for spec in specs], tall, axis_name=axis_name)
-        moved = dict(zip(assigned, moved, strict=True))
+        pairs = [(*leaves[name], spec.dimension_numbers) for name, spec in assigned.items()]
+        tall = [to_tall(update, sides) + to_tall(weight, sides) for update, weight, sides in pairs]
+        stacks = map_stacked(_retract_stack, [spec.manifold for spec in specs], tall, axis_name=axis_name)
+        moved = dict(zip(assigned, stacks, strict=True))
 
         def change(name: str, update: Array, weight: Array) -> Array:
             if name not in assigned:

@@ -53,7 +53,8 @@ def _invertible(config: SymExpLin, rule: Rule, scales: Scales) -> tuple[Array | 
     """Where the map is invertible, and `beta e m exp(-n)`. Of constants both are so while tracing too."""
     e, l, m, n = (config.value(name, scales) for name in ("e", "l", "m", "n"))  # noqa: E741
     room = config.beta * e * m * _exp(-n)
-    return (e > 0) & (m > 0) & ((abs(l) if rule == "mismatch" else -l) < room), room
+    bounded = (-l < room) & ((l < room) | (rule == "congruent"))
+    return (e > 0) & (m > 0) & bounded, room
 
 
 # Jitted, so that without a jit around it too a shape is compiled once.
@@ -74,7 +75,7 @@ def _exp(x: Array | float) -> Array | float:
     return math.exp(x) if isinstance(x, float | int) else jnp.exp(x)
 
 
-def _solve(target: Array, ratio: Array) -> Array:
+def _solve(target: Array, ratio: Array | float) -> Array:
     """y >= 0 with exp(y) - 1 + ratio * y = target, for ratio > -1 and target >= 0."""
     # exp(y) - 1 >= y + y^2 / 2 bounds y from above, and from above Newton descends without overshooting.
     half = 1 + ratio

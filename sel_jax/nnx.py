@@ -1,6 +1,6 @@
 """SymExpLin for Flax NNX: a wrapper that any module can be put into, and the way back to plain modules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import sel_jax
 from sel_jax.parameters import Where
 from sel_jax.weights import SelWeight
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+"""Keys of mappings, places in sequences and names of attributes."""
 
 
 class Anchor(nnx.Variable):
@@ -44,9 +45,11 @@ class Reparametrized(nnx.Module):
     """
 
     def __init__(self, layer: nnx.Module, where: Where, *, rngs: nnx.Rngs | None = None, **options: Any):
-        if options.get("rank") and rngs is None:
-            raise TypeError("a residual needs a PRNG key: pass rngs=nnx.Rngs(...)")
-        key = rngs.params() if options.get("rank") else None
+        key = None
+        if options.get("rank"):
+            if rngs is None:
+                raise TypeError("a residual needs a PRNG key: pass rngs=nnx.Rngs(...)")
+            key = rngs.params()
         self.layer = nnx.clone(layer)
         plain = dict(nnx.to_flat_state(nnx.state(self.layer, nnx.Param)))
         nodes = sel_jax.reparametrize(nnx.state(self.layer, nnx.Param), where, key=key, **options)
@@ -121,7 +124,7 @@ def _get(node: Any, path: Path) -> Any:
 
 def _put(node: Any, path: Path, value: Any) -> None:
     parent = _get(node, path[:-1])
-    if isinstance(parent, Mapping | Sequence):
+    if isinstance(parent, MutableMapping | MutableSequence):
         parent[path[-1]] = value
     else:
         setattr(parent, path[-1], nnx.data(value))

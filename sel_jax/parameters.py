@@ -95,7 +95,9 @@ def reparametrize(
     if rank and key is None:
         raise TypeError("a residual needs a PRNG key: pass key=jax.random.key(...)")
     found = match(params, _patterns(where), "where's pattern")
-    keys = dict(zip(found, jax.random.split(key, len(found)), strict=True)) if rank else {}
+    keys = (
+        dict(zip(found, jax.random.split(key, len(found)), strict=True)) if rank and key is not None else {}
+    )
 
     def node(name: str, leaf: Array) -> Any:
         if name not in found:

@@ -15,7 +15,7 @@ from sel_jax.symexplin import check_names
 class ScaleRatesState(NamedTuple):
     """State of `scale_rates`."""
 
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # as optax calls it; tuples have a method of the name
     """Updates so far."""
 
 

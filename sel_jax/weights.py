@@ -49,9 +49,9 @@ class SelWeight:
         if self.anchor is not None:
             anchor = jax.lax.stop_gradient(self.anchor)
             moved = anchor["weight"] + (weight - self.config(anchor["raw"]))
-            weight = _pinned(self._unmoved(), anchor["weight"], moved)
+            weight = _pinned(self._unmoved(self.anchor["raw"]), anchor["weight"], moved)
         if self.residual is not None:
-            weight += self._product()
+            weight += self._product(self.residual)
         return weight.astype(self.dtype)
 
     def with_effective(self, weight: Array) -> "SelWeight":
@@ -64,21 +64,22 @@ class SelWeight:
             raise ValueError(f"a weight of shape {weight.shape} does not fit raw weights {self.raw.shape}")
         weight = weight.astype(jnp.float32)
         if self.residual is not None:
-            weight -= self._product()
+            weight -= self._product(self.residual)
         if self.anchor is not None:
             weight += self.config(self.anchor["raw"]) - self.anchor["weight"]
         return replace(self, raw=invert(weight, self.config, self.scales))
 
-    def _unmoved(self) -> Array:
+    def _unmoved(self, raw: Array) -> Array:
         """Where neither the raw weight nor a scale has left its start."""
-        unmoved = self.raw == self.anchor["raw"]
+        unmoved = self.raw == raw
         for name, factors in self.scales.items():
             for factor, start in zip(factors, start_factors(self.config, name, len(factors)), strict=True):
                 unmoved &= factor == start
         return unmoved
 
-    def _product(self) -> Array:
-        matrices = jnp.matmul(self.residual["b"], self.residual["a"], precision="highest")
+    def _product(self, residual: Mapping[str, Array]) -> Array:
+        assert self.dimensions is not None, "only matrices have a residual"
+        matrices = jnp.matmul(residual["b"], residual["a"], precision="highest")
         matrices = matrices.reshape(-1, *matrices.shape[-2:])
         return from_matrices(matrices, self.raw.shape, self.dimensions)
 

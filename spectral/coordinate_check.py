@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
+from numpy.typing import ArrayLike
 
 Features = Callable[[Any, Any], Mapping[str, Array]]
 """(params, batch) -> name -> features, of any shape."""
@@ -116,7 +117,7 @@ def coordinate_check(
     runs = [(None,)] if seeds is None else [(seed,) for seed in seeds]
     if not runs:
         raise ValueError("seeds is empty")
-    squares: list[list[list[dict[str, np.ndarray]]]] = []
+    squares: list[list[tuple[dict[str, np.ndarray], ...]]] = []
     for width in widths:
         probes = (make(width, *(() if run == (None,) else run)) for run in runs)
         squares.append([_mean_squares(Probe(*probe), batch, steps) for probe in probes])
@@ -144,17 +145,15 @@ def by_module(captured: Any) -> dict[str, Array]:
     return found
 
 
-def log_log_slope(widths: Sequence[int], values: Sequence[float]) -> float:
+def log_log_slope(widths: Sequence[int], values: ArrayLike) -> float:
     """Least-squares slope of log values over log widths; NaN unless all values are positive and finite."""
-    values = np.asarray(values, np.float64)
-    if not (np.isfinite(values).all() and (values > 0).all()):
+    y = np.asarray(values, np.float64)
+    if not (np.isfinite(y).all() and (y > 0).all()):
         return float("nan")
-    return float(np.polyfit(np.log(np.asarray(widths, np.float64)), np.log(values), 1)[0])
+    return float(np.polyfit(np.log(np.asarray(widths, np.float64)), np.log(y), 1)[0])
 
 
-def _mean_squares(
-    probe: Probe, batch: Any, steps: int
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _mean_squares(probe: Probe, batch: Any, steps: int) -> tuple[dict[str, np.ndarray], ...]:
     """Mean squares of the features, and of their changes since the start, before and after every step."""
     params, features, loss, optimizer = probe
 

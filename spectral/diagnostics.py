@@ -1,6 +1,7 @@
 """Spectral norms of weights and updates against their targets, and how layer inputs lie to the weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -123,9 +124,15 @@ def condition_report(
         raise ValueError("pass updates, or the previous params, not both")
     if previous is not None:
         updates = jax.tree.map(jnp.subtract, params, previous)
-    options = dict(embeddings=embeddings, iterations=iterations)
-    ratios = norm_ratios(params, where, dimension_numbers, **options)
-    moved = {} if updates is None else norm_ratios(updates, where, dimension_numbers, **options)
+    ratios_of = partial(
+        norm_ratios,
+        where=where,
+        dimension_numbers=dimension_numbers,
+        embeddings=embeddings,
+        iterations=iterations,
+    )
+    ratios = ratios_of(params)
+    moved = {} if updates is None else ratios_of(updates)
     dimensions = select_matrices(params, where, dimension_numbers)
     rows = []
     for name, leaf in named_leaves(params):
@@ -187,7 +194,8 @@ def null_space_share(
     """
     matrix, inputs = _layer(kernel, inputs, dimension_numbers)
     u, s, _ = svd(matrix)
-    rtol = max(matrix.shape) * jnp.finfo(s.dtype).eps if rtol is None else rtol
+    if rtol is None:
+        rtol = max(matrix.shape) * float(jnp.finfo(s.dtype).eps)
     basis = jnp.where(s > rtol * s[0], u, 0)
     # The rest itself, whose square does not cancel where it is small.
     rest = inputs - matmul(matmul(inputs, basis), basis.T)

@@ -3,11 +3,10 @@
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
@@ -16,6 +15,14 @@ from spectral.dimensions import KERNEL, DimensionNumbers, fans, from_matrices, t
 from spectral.paths import map_named, match
 from spectral.roles import Decision, Roles, decide
 from spectral.rules import Role, gaussian_sigma, target_norm
+
+
+class Initializer(Protocol):
+    """What Flax's layers take: `jax.nn.initializers.Initializer`, but without `out_sharding`."""
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        """An array of this shape and dtype."""
+        ...
 
 
 def spectral_normal(
@@ -157,7 +164,7 @@ def _initializer(decision: Decision, kind: str, gain: float, simplified: bool) -
 
 
 def _embedding_rows(gain: float, dimension_numbers: MuonDimensionNumbers) -> Initializer:
-    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
         matrices = jax.eval_shape(
             lambda x: to_matrices(x, dimension_numbers), jax.ShapeDtypeStruct(shape, dtype)
         )

@@ -1,6 +1,7 @@
 """Functions of the singular values of batched matrices: polynomials, decomposition, spectral norm."""
 
 from functools import lru_cache, partial
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,11 @@ def _minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
     return float(a), float(b), float(c)
 
 
-def svd(x: Float[Array, "*batch m n"], compute_uv: bool = True) -> tuple[Array, Array, Array] | Array:
+@overload
+def svd(x: Float[Array, "*batch m n"], compute_uv: Literal[True] = True) -> tuple[Array, Array, Array]: ...
+@overload
+def svd(x: Float[Array, "*batch m n"], compute_uv: Literal[False]) -> Float[Array, "*batch rank"]: ...
+def svd(x: Float[Array, "*batch m n"], compute_uv: bool = True) -> tuple[Array, ...] | Array:
     """Thin singular value decompositions, safe to have several of in one program on a CPU.
 
     JAX's batched decomposition on a CPU waits, inside XLA's thread pool, for tasks that it gives to that

@@ -22,13 +22,13 @@ def nnx_functions(
       `(params, features, apply)`, the `nnx.Param` state, (params, batch) -> path -> output of every module
       (the model's own is called `output`), and (params, inputs) -> the model's output, to make a loss of.
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
 
     def apply(params: Any, x: Any) -> Any:
-        return nnx.merge(graph, params, rest)(x)
+        return nnx.merge(graph, params, *rest)(x)
 
     def features(params: Any, batch: Any) -> dict[str, Array]:
-        merged = nnx.merge(graph, params, rest)
+        merged = nnx.merge(graph, params, *rest)
         run = nnx.capture(merged, nnx.Intermediate, method_outputs=nnx.Intermediate)
         _, captured = run(inputs(batch))
         return by_module(nnx.to_pure_dict(captured))

@@ -17,6 +17,8 @@ from spectral.tracked_norms import first_norm, laid_out_like, track
 _TOLERANCE = 3e-4
 _MAX_ITERATIONS = 30
 
+Limits = tuple[float, int]
+"""Of power iteration: tolerance, most iterations."""
 Rescale = Callable[[Array, float], Array]
 """(spectral norms, target) -> the norms wanted."""
 
@@ -169,7 +171,7 @@ def _exactly(scale: float) -> Rescale:
 
 
 def _change_updates(
-    rescale: Rescale, where: Where, dimension_numbers: DimensionNumbers, *limits: float
+    rescale: Rescale, where: Where, dimension_numbers: DimensionNumbers, *limits: *Limits
 ) -> optax.GradientTransformation:
     def update(
         updates: optax.Updates, state: SpectralNormState, params: optax.Params | None = None
@@ -186,7 +188,11 @@ def _change_updates(
 
 
 def _change_weights(
-    called: str, rescale: Rescale, where: Where, dimension_numbers: DimensionNumbers, *limits: float
+    called: str,
+    rescale: Rescale,
+    where: Where,
+    dimension_numbers: DimensionNumbers,
+    *limits: *Limits,
 ) -> optax.GradientTransformation:
     def update(
         updates: optax.Updates, state: SpectralNormState, params: optax.Params | None = None
@@ -241,17 +247,17 @@ def _rescale(
     """The selected leaves with the norms that `rescale` wants, in float32 or better, and the new state."""
     selected = select_matrices(tree, where, dimension_numbers)
     leaves = {name: _wide(leaf) for name, leaf in named_leaves(tree) if name in selected}
-    vectors, treedef = jax.tree.flatten(state.vectors)
+    old_vectors, treedef = jax.tree.flatten(state.vectors)
     specs = list(selected.values())
-    found, iterations = track(list(leaves.values()), vectors, specs, tolerance, max_iterations)
+    found, iterations = track(list(leaves.values()), old_vectors, specs, tolerance, max_iterations)
     rescaled = {
         name: _with_norm(leaf, tracked.norm, rescale(tracked.norm, target_norm(*fans(leaf.shape, spec))))
         for (name, leaf), spec, tracked in zip(leaves.items(), specs, found, strict=True)
     }
     old_norms = jax.tree.leaves(state.norms)
     norms = [laid_out_like(x.norm, old) for x, old in zip(found, old_norms, strict=True)]
-    vectors = treedef.unflatten(x.vector for x in found)
-    return rescaled, SpectralNormState(vectors, treedef.unflatten(norms), iterations)
+    vectors = jax.tree.unflatten(treedef, [x.vector for x in found])
+    return rescaled, SpectralNormState(vectors, jax.tree.unflatten(treedef, norms), iterations)
 
 
 def _with_norm(x: Array, norm: Array, wanted: Array) -> Array:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from spectral.dimensions import DimensionNumbers
 from spectral.paths import map_named
-from spectral.roles import Roles, decide_part
+from spectral.roles import Hints, Roles, decide_part
 from spectral.rules import Role
 from spectral.transforms import Base, scale_by_spectral_rule, scale_gradients_to_base
 
@@ -62,7 +62,7 @@ def spectral_adamw(
     Source: arXiv:2310.17813, Parametrization 1; Loshchilov and Hutter, "Decoupled Weight Decay
     Regularization", arXiv:1711.05101.
     """
-    hints = {"roles": roles, "dimension_numbers": dimension_numbers, "stacked": stacked}
+    hints = Hints(roles=roles, dimension_numbers=dimension_numbers, stacked=stacked)
     return optax.chain(
         scale_gradients_to_base(base, **hints),
         optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov),
@@ -99,7 +99,7 @@ def spectral_sgd(
 
     Source: arXiv:2310.17813, Parametrization 1.
     """
-    hints = {"roles": roles, "dimension_numbers": dimension_numbers, "stacked": stacked}
+    hints = Hints(roles=roles, dimension_numbers=dimension_numbers, stacked=stacked)
     trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov, accumulator_dtype)
     return optax.chain(
         trace,
@@ -146,7 +146,7 @@ def spectral_muon(
 
     Source: arXiv:2310.17813, Condition 1, with updates of norm 1.
     """
-    hints = {"roles": roles, "dimension_numbers": dimension_numbers, "stacked": stacked}
+    hints = Hints(roles=roles, dimension_numbers=dimension_numbers, stacked=stacked)
 
     def specification(params: optax.Params) -> Any:
         decided = decide_part(params, **hints)

@@ -34,10 +34,8 @@ def _is_flax_box(node: Any) -> bool:
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`function(name, leaf, *others)` on every leaf of tree, with the leaves of rest in its places."""
-    names = [name for name, _ in named_leaves(tree)]
-    leaves, treedef = jax.tree.flatten(tree)
-    others = [treedef.flatten_up_to(other) for other in rest]
-    return treedef.unflatten(map(function, names, leaves, *others))
+    names = iter([name for name, _ in named_leaves(tree)])
+    return jax.tree.map(lambda leaf, *others: function(next(names), leaf, *others), tree, *rest)
 
 
 def match(tree: Any, patterns: Mapping[str, T], what: str = "pattern") -> dict[str, T]:

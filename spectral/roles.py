@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,15 @@ from spectral.rules import Role, gaussian_sigma
 
 Roles = Mapping[str, Role]
 """Glob patterns on parameter paths -> role; the first pattern that fits a path decides."""
+
+
+class Hints(TypedDict):
+    """The keyword arguments of `decide`, to be handed on together."""
+
+    roles: Roles | None
+    dimension_numbers: DimensionNumbers | None
+    stacked: Sequence[str]
+
 
 _VECTORS = (Role.BIAS, Role.GAIN)
 _VECTOR = MuonDimensionNumbers((), -1)
@@ -108,9 +117,12 @@ def decide_part(
     _require_types(roles, dimension_numbers)
     leaves = dict(named_leaves(params))
     declared = first_matches(leaves, roles or {})
-    by_pattern = isinstance(dimension_numbers, Mapping)
-    dimensions = first_matches(leaves, dimension_numbers) if by_pattern else {}
-    of_matrices = None if by_pattern else dimension_numbers
+    dimensions: dict[str, MuonDimensionNumbers] = {}
+    of_matrices: MuonDimensionNumbers | None = None
+    if isinstance(dimension_numbers, Mapping):
+        dimensions = first_matches(leaves, dimension_numbers)
+    else:
+        of_matrices = dimension_numbers
     stacks = first_matches(leaves, dict.fromkeys(_patterns(stacked), 1))
 
     def decision(path: str) -> Decision:

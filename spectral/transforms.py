@@ -9,7 +9,7 @@ import optax
 
 from spectral.dimensions import DimensionNumbers
 from spectral.paths import map_named
-from spectral.roles import Decision, Roles, decide, decide_part, role_axes
+from spectral.roles import Decision, Hints, Roles, decide, decide_part, role_axes
 from spectral.rules import OptimizerKind, Role, gradient_scale, learning_rate_scale, relative_learning_rate
 
 Base = Any
@@ -127,7 +127,7 @@ def learning_rate_multipliers(
     Raises:
       ValueError: as in `scale_by_spectral_rule`.
     """
-    hints = {"roles": roles, "dimension_numbers": dimension_numbers, "stacked": stacked}
+    hints = Hints(roles=roles, dimension_numbers=dimension_numbers, stacked=stacked)
     pairs = _pairs(params, decide(_shapes(base), **hints), partial(decide_part, **hints))
 
     def kind(decision: Decision) -> OptimizerKind:
@@ -149,7 +149,7 @@ def _scale_by(
     dimension_numbers: DimensionNumbers | None,
     stacked: Sequence[str],
 ) -> optax.GradientTransformation:
-    hints = {"roles": roles, "dimension_numbers": dimension_numbers, "stacked": stacked}
+    hints = Hints(roles=roles, dimension_numbers=dimension_numbers, stacked=stacked)
 
     @cache
     def base_decisions() -> dict[str, Decision]:
