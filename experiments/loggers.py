@@ -154,8 +154,8 @@ class WeightsAndBiases:
     def _mark(self, step: int) -> None:
         """Keeps that all steps before this one are sent."""
         self._state["next"] = step
-        # In place, as it is written at every step; it never gets shorter, so no end of an older one is left.
-        os.pwrite(self._file, json.dumps(self._state).encode(), 0)
+        # In place, as it is written at every step: a kill does not part so short a write.
+        os.ftruncate(self._file, os.pwrite(self._file, json.dumps(self._state).encode(), 0))
 
 
 def import_wandb() -> ModuleType:

@@ -68,7 +68,7 @@ def label_lines(axes: Axes, curves: Curves, styles: Styles) -> None:
 
 def _short(label: str) -> str:
     """Without its middle if it is long: names of runs differ at either end."""
-    return label if len(label) <= 20 else f"{label[:9]}\u2026{label[-10:]}"
+    return label if len(label) <= 20 else f"{label[:9]}\u2026{label[-9:]}"
 
 
 def spread(heights: np.ndarray) -> np.ndarray:
