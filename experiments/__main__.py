@@ -7,6 +7,7 @@ import jax
 import tyro
 
 from experiments import preemption
+from experiments.commands.comparisons import compare
 from experiments.commands.models import export, import_
 from experiments.commands.runs import resume, sample, train
 from experiments.commands.studies import manifolds, report, sel, spectral
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "export": export,
                 "import": import_,
                 "report": report,
+                "compare": compare,
             },
             prog="python -m experiments",
             args=arguments,

@@ -1,87 +1,50 @@
-"""What a run records: JSON lines, the same numbers as TensorBoard events, and a progress bar."""
+"""What a run records, with a progress bar, and when it cannot go on."""
 
-import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from experiments.config import Run, Status
-from experiments.files import METRICS, read_lines, write_whole
+from experiments.files import METRICS, read_lines
+from experiments.loggers import Logger, open_loggers, plain
 
 
 class MetricsWriter:
-    """Appends to a run's `metrics.jsonl` and to its TensorBoard events; a context manager."""
+    """Gives a run's numbers to its loggers; a context manager."""
 
-    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
-        """Opens the files, without what an earlier start wrote beyond the step now resumed from.
-
-        Args:
-          run_dir: the run's folder, which exists.
-          resume_step: the completed updates of the checkpoint that is resumed from: later lines are
-            dropped. None starts anew: all are dropped.
-        """
-        path = run_dir / METRICS
-        if path.exists():
-            kept = (
-                [] if resume_step is None else [m for m in read_metrics(run_dir) if m["step"] <= resume_step]
-            )
-            write_whole(path, "".join(map(_line, kept)))
-        # Line-buffered, so that a run can be followed while it lasts.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        purge_step = 0 if resume_step is None else resume_step + 1
-        self._events = SummaryWriter(str(run_dir), purge_step=purge_step)
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = loggers
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Flushes, then closes the files."""
-        self.flush()
-        self._file.close()
-        self._events.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        for logger in self._loggers:
+            logger.close(failed=kind is not None)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Appends one line, and its finite numbers as TensorBoard scalars.
+        """Records one line.
 
         Args:
           kind: `train`, `eval` or `speed`.
           step: completed updates; never less than in an earlier call.
-          **values: numbers, or dicts (of dicts) of arrays with one number per layer; TensorBoard gets
-            their largest over the layers.
+          **values: numbers, or dicts (of dicts) of arrays with one number per layer.
         """
-        plain = _plain(values)
-        self._file.write(_line({"kind": kind, "step": step, **plain}))
-        for tag, number in _scalars(kind, plain):
-            self._events.add_scalar(tag, number, step)
+        numbers = plain(values)
+        for logger in self._loggers:
+            logger.write(kind, step, numbers)
 
     def flush(self) -> None:
-        """Returns once all lines so far are on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._events.flush()
-
-
-class _Silent:
-    """In the place of a MetricsWriter where another process has it."""
-
-    def close(self) -> None: ...
-
-    def write(self, kind: str, step: int, **values: Any) -> None: ...
-
-    def flush(self) -> None: ...
+        """Returns once all lines so far are on disk; the last step written is complete."""
+        for logger in self._loggers:
+            logger.flush()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -96,37 +59,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def _broken(numbers: Mapping[str, Any]) -> list[str]:
     """Which of an update's numbers are not finite; in a stored line they are None."""
     return [name for name in Update._fields if numbers[name] is None or not math.isfinite(numbers[name])]
-
-
-def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it: lists for arrays, None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    value = np.asarray(value).tolist()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if math.isfinite(value) else None
-
-
-def _scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """TensorBoard's tags, `kind/name` or, for what lies in dicts, its own path; and their numbers."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _nested_scalars(name, value)
-        elif value is not None:
-            yield f"{kind}/{name}", value
-
-
-def _nested_scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _nested_scalars(f"{prefix}/{name}", value)
-        elif finite := [number for number in value if number is not None]:
-            yield f"{prefix}/{name}", max(finite)
 
 
 class Update(NamedTuple):
@@ -152,14 +84,20 @@ class RunLog:
     """Records a run as it goes, and says when it cannot go on; a context manager."""
 
     def __init__(
-        self, config: Run, run_dir: Path, resume_step: int | None, progress: bool, writes: bool = True
+        self,
+        config: Run,
+        run_dir: Path,
+        resume_step: int | None,
+        progress: bool,
+        writes: bool = True,
+        wandb: str | None = None,
     ) -> None:
-        """Opens the run's metrics as `MetricsWriter` does, and shows a progress bar if asked to.
+        """Opens the run's metrics as `open_loggers` does, and shows a progress bar if asked to.
 
         Where it does not write, it only says when the run cannot go on.
         """
         self._config = config
-        self._metrics = MetricsWriter(run_dir, resume_step) if writes else _Silent()
+        self._metrics = MetricsWriter(open_loggers(run_dir, resume_step, wandb) if writes else ())
         self._bar = tqdm(
             desc=config.optimizer.name,
             total=config.steps,
@@ -186,7 +124,7 @@ class RunLog:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
-        self._metrics.close()
+        self._metrics.__exit__(*exception)
 
     @property
     def validation_loss(self) -> float | None:

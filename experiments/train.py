@@ -6,6 +6,7 @@ number, so that a run killed at any moment and started again ends like one that 
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from experiments.corpus import Corpus, load, train_batches, validation_batches
 from experiments.devices import ONE, Devices, Layout, layout
 from experiments.files import RESULT, check_config, check_corpus, locked, read_json, write_config, write_json
 from experiments.hosts import first_then_others, is_first
+from experiments.loggers import import_wandb
 from experiments.metrics import RunEnded, RunLog, Update
 from experiments.model import GPT2, init_params
 from experiments.optimizers import (
@@ -192,6 +194,7 @@ def train(
     corpus: Corpus | None = None,
     devices: Devices = ONE,
     progress: bool = True,
+    wandb: str | None = None,
 ) -> Result:
     """Starts a run, takes up one that was interrupted, or returns the result of one that has ended.
 
@@ -201,6 +204,7 @@ def train(
       corpus: the text; by default it is loaded as `config.data.corpus` says.
       devices: on which it is trained; it may go on on others.
       progress: show a progress bar on stderr.
+      wandb: project at Weights & Biases that gets the metrics too, whatever an earlier start did.
 
     Raises:
       Preempted: SIGTERM came; what there is has been saved.
@@ -209,6 +213,8 @@ def train(
         the folder.
     """
     run_dir = Path(run_dir)
+    if wandb is not None and is_first():
+        import_wandb()
     check_config(config, run_dir)
     if corpus is None:
         corpus = load(config.data.corpus, vocab_size=config.model.vocab_size, context=config.model.context)
@@ -217,17 +223,18 @@ def train(
         return Result(**read_json(run_dir / RESULT))
     # This may reject the configuration, so it comes before the folder is made this configuration's own.
     program = make_program(config, corpus, devices)
-    if not is_first():
-        return _run(config, run_dir, corpus, program, progress)
-    write_config(config, corpus, run_dir)
-    with locked(run_dir):
-        return _run(config, run_dir, corpus, program, progress)
+    if is_first():
+        write_config(config, corpus, run_dir)
+    with locked(run_dir) if is_first() else nullcontext():
+        return _run(config, run_dir, corpus, program, progress, wandb)
 
 
-def _run(config: Run, run_dir: Path, corpus: Corpus, program: Program, progress: bool) -> Result:
+def _run(
+    config: Run, run_dir: Path, corpus: Corpus, program: Program, progress: bool, wandb: str | None
+) -> Result:
     def open_log() -> RunLog:
         # A checkpoint of step 0 is a given start, of which nothing is recorded yet.
-        return RunLog(config, run_dir, checkpoints.latest_step or None, progress, writes=is_first())
+        return RunLog(config, run_dir, checkpoints.latest_step or None, progress, is_first(), wandb)
 
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         # Before the metrics are cut to the latest checkpoint: a damaged one is passed over.

@@ -19,6 +19,7 @@ def train(
     dir: Path,
     devices: Devices = ONE,
     hosts: Hosts = ALONE,
+    wandb: str | None = None,
 ) -> None:
     """Train one model, with every setting of the preset open to change.
 
@@ -29,21 +30,28 @@ def train(
         dir: Folder of the run.
         devices: Where it is trained.
         hosts: Processes that train it together; all of them see the same folder.
+        wandb: Project at Weights & Biases that gets the metrics too, whatever an earlier start did.
     """
     join(hosts)
-    _train(config, dir, devices)
+    _train(config, dir, devices, wandb)
 
 
-def resume(dir: Annotated[Path, tyro.conf.Positional], devices: Devices = ONE, hosts: Hosts = ALONE) -> None:
+def resume(
+    dir: Annotated[Path, tyro.conf.Positional],
+    devices: Devices = ONE,
+    hosts: Hosts = ALONE,
+    wandb: str | None = None,
+) -> None:
     """Go on with a run, with the settings that its folder holds.
 
     Args:
         dir: Folder of the run.
         devices: Where it is trained.
         hosts: Processes that train it together; all of them see the same folder.
+        wandb: Project at Weights & Biases that gets the metrics too, whatever an earlier start did.
     """
     join(hosts)
-    _train(stored_config(dir), dir, devices)
+    _train(stored_config(dir), dir, devices, wandb)
 
 
 def sample(
@@ -65,8 +73,8 @@ def sample(
     print(prompt + sample_run(run, prompt, count, temperature, seed))
 
 
-def _train(config: Run, dir: Path, devices: Devices) -> None:
-    result = train_run(config, dir, devices=devices)
+def _train(config: Run, dir: Path, devices: Devices, wandb: str | None) -> None:
+    result = train_run(config, dir, devices=devices, wandb=wandb)
     if is_first():
         loss = result.validation_loss
         print(f"{result.status} at step {result.step}: validation loss {loss}. {result.reason}")

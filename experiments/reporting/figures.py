@@ -9,9 +9,11 @@ _NATS = "nats per token"
 _RECOVERED_WITHIN = 0.25  # nats: a curve that ends further above its own best has diverged
 
 
-def validation_loss(curves: Curves, styles: Styles, title: str = "Validation loss") -> Figure:
+def validation_loss(
+    curves: Curves, styles: Styles, title: str = "Validation loss", x: str = "step"
+) -> Figure:
     """Validation loss of the whole run; a run that explodes leaves through the top."""
-    return step_panel(curves, styles, title, _NATS, log=False, limits=_loss_limits(curves))
+    return step_panel(curves, styles, title, _NATS, x=x, log=False, limits=_loss_limits(curves))
 
 
 def validation_loss_zoom(curves: Curves, styles: Styles, title: str = "Validation loss, last half") -> Figure:
@@ -20,12 +22,22 @@ def validation_loss_zoom(curves: Curves, styles: Styles, title: str = "Validatio
     return step_panel(curves, styles, title, _NATS, log=False, limits=limits, start=start)
 
 
-def training_loss(curves: Curves, styles: Styles) -> Figure:
+def training_loss(curves: Curves, styles: Styles, x: str = "step") -> Figure:
     """Training loss, each point the mean over a fiftieth of the longest run's steps."""
-    window = max(1, max((len(steps) for steps, _ in curves.values()), default=0) // 50)
-    smooth = {name: (steps, _trailing_mean(values, window)) for name, (steps, values) in curves.items()}
-    title = f"Training loss, mean of {window} steps" if window > 1 else "Training loss"
-    return step_panel(smooth, styles, title, _NATS, log=False, limits=_loss_limits(smooth))
+    smooth, window = _smooth(curves)
+    title = f"Training loss{window}"
+    return step_panel(smooth, styles, title, _NATS, x=x, log=False, limits=_loss_limits(smooth))
+
+
+def gradient_norm(curves: Curves, styles: Styles) -> Figure:
+    """The gradients' global norm before clipping, each point a mean as in `training_loss`."""
+    smooth, window = _smooth(curves)
+    return step_panel(smooth, styles, f"Gradient norm{window}", "global norm before clipping")
+
+
+def learning_rate(curves: Curves, styles: Styles) -> Figure:
+    """AdamW's or SGD's learning rate, whose course all rates share."""
+    return step_panel(curves, styles, "Learning rate", "AdamW's or SGD's", log=False)
 
 
 def largest_singular_value(curves: Curves, styles: Styles, matrix: str) -> Figure:
@@ -112,6 +124,13 @@ def _zoom(curves: Curves) -> tuple[float, Limits | None]:
         return start, None
     pad = 0.06 * max(float(np.ptp(shown)), 1e-3 * max(1, float(shown.max())))
     return start, (float(shown.min()) - pad, float(shown.max()) + pad)
+
+
+def _smooth(curves: Curves) -> tuple[Curves, str]:
+    """Trailing means over a fiftieth of the longest curve's points, and what a title says of them."""
+    window = max(1, max((len(steps) for steps, _ in curves.values()), default=0) // 50)
+    smooth = {name: (steps, _trailing_mean(values, window)) for name, (steps, values) in curves.items()}
+    return smooth, f", mean of {window} steps" if window > 1 else ""
 
 
 def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -23,16 +23,22 @@ class Style(NamedTuple):
 Styles = Mapping[str, Style]
 
 LABEL_GAP = 0.068  # of the axes' height: a line of text at a panel's size
+MOST_LABELS = 15
 
 
 def label_lines(axes: Axes, curves: Curves, styles: Styles) -> None:
-    """Names each line right of the axes, joined to its last point; an arrow marks one that left the view."""
+    """Names each line right of the axes, joined to its last point; an arrow marks one that left the view.
+
+    Of more lines than have room, the highest, the lowest and some between are named.
+    """
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = {}
     for name, (steps, values) in curves.items():
         last = np.flatnonzero(np.isfinite(values))[-1]
         ends[name] = to_axes.transform((steps[last], values[last]))
     order = sorted(ends, key=lambda name: ends[name][1])
+    if len(order) > MOST_LABELS:
+        order = [order[place] for place in np.linspace(0, len(order) - 1, MOST_LABELS).round().astype(int)]
     heights = spread(np.clip([ends[name][1] for name in order], 0, 1))
     for name, height in zip(order, heights, strict=True):
         (x, y), style = ends[name], styles[name]
@@ -61,7 +67,8 @@ def label_lines(axes: Axes, curves: Curves, styles: Styles) -> None:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 20 else label[:19] + "\u2026"
+    """Without its middle if it is long: names of runs differ at either end."""
+    return label if len(label) <= 20 else f"{label[:9]}\u2026{label[-9:]}"
 
 
 def spread(heights: np.ndarray) -> np.ndarray:

@@ -89,59 +89,78 @@ def setting(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_report(
-    study_dir: Path,
+def write_page(
+    page: Path,
     *,
     title: str,
     template: Path,
-    results: Mapping[str, Any],
-    markdown: Sequence[str],
     words: Mapping[str, Any],
     panels: Mapping[str, Mapping[str, Figure]],
     tables: Mapping[str, str],
     notes: Sequence[str],
+    images_dir: Path | None = None,
 ) -> Path:
-    """Writes report.html, results.json, results.md and the figures as PNG into a study's directory.
+    """Writes a page that refers to nothing outside itself.
 
     Args:
-      study_dir: where they go.
+      page: the HTML file, in a folder that exists.
       title: in the browser's tab.
       template: the page's body, with a `$name` for every word and table, a `$name_panels` for all panels of a
         name, and `$notes`.
-      results: what results.json holds besides the notes.
-      markdown: the paragraphs of results.md.
       words: plain values, which are escaped.
       panels: name in the template -> file's name -> figure.
       tables: HTML.
       notes: what a reader must know first.
+      images_dir: where the figures go as PNG too.
 
     Returns:
-      The path of report.html, which refers to nothing outside itself.
+      The page's path.
     """
-    write_json(study_dir / "results.json", {"notes": list(notes), **results})
-    write_whole(study_dir / "results.md", "\n\n".join(markdown) + "\n")
     images = {
-        f"{place}_panels": " ".join(
-            _save_image(study_dir / f"{name}.png", figure) for name, figure in group.items()
-        )
+        f"{place}_panels": " ".join(_image(figure, name, images_dir) for name, figure in group.items())
         for place, group in panels.items()
     }
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     notes_list = f'<ul class="notes">{items}</ul>' if items else ""
     escaped = {name: html.escape(str(value)) for name, value in words.items()}
     body = _template(template).substitute(escaped, **images, **tables, notes=notes_list)
-    page = _template(Path(__file__).with_name("page_template.html")).substitute(
+    whole = _template(Path(__file__).with_name("page_template.html")).substitute(
         title=html.escape(title), body=body
     )
-    report = study_dir / "report.html"
-    write_whole(report, page)
-    return report
+    write_whole(page, whole)
+    return page
 
 
-def _save_image(path: Path, figure: Figure) -> str:
-    """Writes a panel, and gives the `<img>` that holds it whole."""
+def write_report(
+    study_dir: Path,
+    *,
+    results: Mapping[str, Any],
+    markdown: Sequence[str],
+    notes: Sequence[str],
+    **page: Any,
+) -> Path:
+    """Writes report.html, results.json, results.md and the figures as PNG into a study's directory.
+
+    Args:
+      study_dir: where they go.
+      results: what results.json holds besides the notes.
+      markdown: the paragraphs of results.md.
+      notes: what a reader must know first.
+      **page: the rest of the page, as `write_page` takes it.
+
+    Returns:
+      The path of report.html.
+    """
+    write_json(study_dir / "results.json", {"notes": list(notes), **results})
+    write_whole(study_dir / "results.md", "\n\n".join(markdown) + "\n")
+    return write_page(study_dir / "report.html", notes=notes, images_dir=study_dir, **page)
+
+
+def _image(figure: Figure, name: str, images_dir: Path | None) -> str:
+    """The `<img>` that holds a panel whole; it is written as NAME.png too if there is a folder for it."""
     image = png(figure)
-    write_whole(path, image)
+    if images_dir is not None:
+        write_whole(images_dir / f"{name}.png", image)
     source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
     return f'<img alt="{html.escape(title)}" src="{source}">'

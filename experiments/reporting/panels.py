@@ -50,13 +50,16 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     """Each run's style, in the order of the table: the paper's runs first, then the others by name.
 
     Args:
-      names: run names; those that are not of the paper keep their name as label and get the spare colours.
+      names: run names; those that are not of the paper keep their name as label and get the spare colours,
+        and then those of the paper's runs that are not there.
     """
     names = set(names)
     chosen = {name: style for name, style in _KNOWN.items() if name in names}
+    absent = [(style.color, style.marker) for name, style in _KNOWN.items() if name not in names]
+    spare = (*_SPARE, *absent)
     for index, name in enumerate(sorted(names - _KNOWN.keys())):
-        cycle, place = divmod(index, len(_SPARE))
-        color, marker = _SPARE[place]
+        cycle, place = divmod(index, len(spare))
+        color, marker = spare[place]
         chosen[name] = Style(name, color, marker, _DASHES[cycle % len(_DASHES)])
     return chosen
 
@@ -74,14 +77,15 @@ def step_panel(
     title: str,
     axis: str,
     *,
+    x: str = "step",
     log: bool | None = None,
     limits: Limits | None = None,
     start: float = 0,
     empty: str = "nothing recorded yet",
 ) -> Figure:
-    """One panel over a run's steps, a line per run; `log=None` chooses the scale by the data."""
+    """One panel over a run's steps or its time, a line per run; `log=None` chooses the scale by the data."""
     with matplotlib.rc_context(_RC):
-        axes = _axes(title, "step", axis)
+        axes = _axes(title, x, axis)
         drawn = _drawn(curves, log)
         if not drawn:
             return _blank(axes, empty)

@@ -24,8 +24,7 @@ class RunRecord:
     """`config`, `versions` and `corpus` of config.json."""
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
-    speeds: list[float]
-    """Tokens per second, in the order measured."""
+    speed: list[dict[str, Any]]
     step: int
     """The last step that the metrics speak of."""
     result: dict[str, Any] | None
@@ -58,6 +57,36 @@ class RunRecord:
         if self.result:
             return self.result["best_validation_loss"]
         return min(finite(self.losses("eval")[1]), default=None)
+
+    @property
+    def last(self) -> float | None:
+        """Validation loss at the end, or the last finite one so far in a run that has not ended."""
+        if self.result:
+            return self.final
+        return next(reversed(finite(self.losses("eval")[1])), None)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second, in the order measured."""
+        return finite(np.array([_number(line["tokens_per_second"]) for line in self.speed]))
+
+    def seconds(self, steps: np.ndarray) -> np.ndarray:
+        """Seconds of training up to each of the steps, at the speeds that were measured on the way.
+
+        Evaluations and compilation do not count. NaN where no speed was measured.
+        """
+        measured = [line for line in self.speed if line["tokens_per_second"]]
+        if not measured:
+            return np.full(len(steps), np.nan)
+        tokens = self.config["data"]["batch_size"] * self.config["model"]["context"]
+        each = np.array([tokens / line["tokens_per_second"] for line in measured])
+        until = np.append(_steps(measured), self.step)
+        total = np.cumsum(np.diff(until, prepend=0) * np.append(each, each[-1]))
+        return np.interp(steps, np.append(0, until), np.append(0, total))
+
+    def updates(self, quantity: str) -> panels.Curve:
+        """`learning_rate` or `gradient_norm` of every update."""
+        return _steps(self.train), np.array([_number(line.get(quantity)) for line in self.train])
 
     def losses(self, kind: str) -> panels.Curve:
         """The losses of the `train` or `eval` lines."""
@@ -113,11 +142,18 @@ def read_runs(study_dir: Path) -> list[RunRecord]:
             f"no run in {study_dir}: expected one folder per run, each with a config.json (name the study's "
             "directory, not one run's)"
         )
-    return [_read_run(found[name]) for name in panels.styles(found)]
+    return [read_run(found[name]) for name in panels.styles(found)]
 
 
-def _read_run(run_dir: Path) -> RunRecord:
+def read_run(run_dir: Path) -> RunRecord:
+    """The run of a folder that has a config.json.
+
+    Raises:
+      InputError: a file is damaged, as in `read_runs`.
+    """
     facts = read_json(run_dir / CONFIG, require=("config", "versions", "corpus"))
+    if missing := [name for name in ("model", "data", "optimizer", "steps") if name not in facts["config"]]:
+        raise InputError(f"{run_dir / CONFIG}: config lacks {', '.join(missing)}")
     result_path = run_dir / RESULT
     result = None
     if result_path.exists():
@@ -131,7 +167,7 @@ def _read_run(run_dir: Path) -> RunRecord:
         facts={key: facts[key] for key in ("config", "versions", "corpus")},
         train=of_kind["train"],
         evals=of_kind["eval"],
-        speeds=finite(np.array([_number(line["tokens_per_second"]) for line in of_kind["speed"]])),
+        speed=of_kind["speed"],
         step=max((line["step"] for line in lines), default=0),
         result=result,
         damaged_tail=damaged_tail,
@@ -153,6 +189,15 @@ def losses_of(runs: Iterable[RunRecord]) -> list[float]:
     return [loss for run in runs if (loss := loss_of(run)) is not None]
 
 
+def cut_notes(runs: Iterable[RunRecord]) -> list[str]:
+    """Which runs' metrics end in a line that was cut."""
+    return [
+        f"{run.name}: the last line of metrics.jsonl was cut short (a killed run leaves one) and is left out."
+        for run in runs
+        if run.damaged_tail
+    ]
+
+
 def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names: str) -> list[str]:
     """What a reader must know before comparing runs: cut metrics, and differences that no one asked for.
 
@@ -161,11 +206,7 @@ def comparison_notes(runs: Sequence[RunRecord], may_differ: Sequence[str], names
       may_differ: fields of config.json, such as `config.optimizer.name`.
       names: what those fields are, in words.
     """
-    notes = [
-        f"{run.name}: the last line of metrics.jsonl was cut short (a killed run leaves one) and is left out."
-        for run in runs
-        if run.damaged_tail
-    ]
+    notes = cut_notes(runs)
     first, expected = runs[0], tuple(f"{name}: " for name in may_differ)
     for run in runs[1:]:
         changed = [line for line in differences(first.facts, run.facts) if not line.startswith(expected)]

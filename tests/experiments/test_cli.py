@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     overview = shown(capsys, "--help", code=0)
-    assert all(command in overview for command in ("manifolds", "sel", "train", "report"))
+    assert all(command in overview for command in ("manifolds", "sel", "train", "report", "compare"))
     options = shown(capsys, "manifolds", "--help", code=0)
     assert "demo,tiny,narrow,gpt2-small}" in options and "--frontier" in options
     assert "gram,dual_ascent}" in options

@@ -8,6 +8,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from experiments.files import METRICS
+from experiments.loggers import open_loggers
 from experiments.metrics import MetricsWriter, read_metrics
 
 
@@ -32,13 +33,13 @@ def scalars(run_dir):
 
 
 def write_steps(run_dir, steps, resume_step=None):
-    with MetricsWriter(run_dir, resume_step) as metrics:
+    with MetricsWriter(open_loggers(run_dir, resume_step)) as metrics:
         for step in steps:
             metrics.write("train", step, loss=np.float32(step) / 3)
 
 
 def test_lines_hold_plain_numbers_and_null_where_not_finite(tmp_path):
-    with MetricsWriter(tmp_path) as metrics:
+    with MetricsWriter(open_loggers(tmp_path)) as metrics:
         metrics.write("train", 1, loss=np.float32(0.1), gradient_norm=np.float32("nan"))
         layers = np.array([1.5, np.inf, -2.0], np.float32)
         metrics.write(
@@ -57,7 +58,7 @@ def test_lines_hold_plain_numbers_and_null_where_not_finite(tmp_path):
 
 
 def test_events_hold_the_largest_finite_number_over_the_layers(tmp_path):
-    with MetricsWriter(tmp_path) as metrics:
+    with MetricsWriter(open_loggers(tmp_path)) as metrics:
         metrics.write("train", 1, loss=0.5, gradient_norm=float("inf"))
         layers = np.array([1.5, np.inf, -2.0])
         metrics.write(
@@ -76,7 +77,7 @@ def test_events_hold_the_largest_finite_number_over_the_layers(tmp_path):
 
 
 def test_lines_are_readable_before_the_writer_closes(tmp_path):
-    with MetricsWriter(tmp_path) as metrics:
+    with MetricsWriter(open_loggers(tmp_path)) as metrics:
         metrics.write("train", 1, loss=1.0)
         assert [line["step"] for line in read_metrics(tmp_path)] == [1]
 

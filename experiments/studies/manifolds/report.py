@@ -1,13 +1,14 @@
 """The report of a study, made from the stored metrics alone: nothing is trained, loaded or measured again."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.reporting import figures, pages, panels
+from experiments.reporting import figures, pages, panels, run_panels
 from experiments.reporting.pages import Table, setting, text
 from experiments.reporting.records import RunRecord, comparison_notes, finite, read_runs
 
@@ -121,17 +122,9 @@ def _html_table(rows: Sequence[Row]) -> str:
 def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
     """Every panel of the page, by the name of its file and its place in the template."""
     styles = panels.styles(run.name for run in runs)
-    losses = {run.name: run.losses("eval") for run in runs}
-
-    def probe(*path: str, over_layers: Callable[[np.ndarray], float] = np.max) -> panels.Curves:
-        return {run.name: run.probe(*path, over_layers=over_layers) for run in runs}
-
-    drawn = {
-        "validation_loss": figures.validation_loss(losses, styles),
-        "validation_loss_zoom": figures.validation_loss_zoom(losses, styles),
-        "training_loss": figures.training_loss({run.name: run.losses("train") for run in runs}, styles),
-        "attention_logit": figures.attention_logit(probe("attention", "max_logit"), styles),
-    }
+    probe = functools.partial(run_panels.probed, runs)
+    shared = {**run_panels.losses(runs), **run_panels.logits(runs), **run_panels.solver(runs)}
+    drawn = run_panels.draw(shared, styles)
     for name, draw in (
         ("entropy", figures.softmax_entropy),
         ("saturated", figures.saturated_rows),
@@ -150,10 +143,6 @@ def _draw(runs: Sequence[RunRecord]) -> dict[str, Figure]:
     drawn["constraint_violation"] = figures.constraint_violation(
         {run.name: run.violation() for run in runs}, styles
     )
-    drawn["solver_iterations"] = figures.solver_iterations(
-        {run.name: run.solver("iterations") for run in runs}, styles
-    )
-    drawn["solver_gap"] = figures.solver_gap({run.name: run.solver("gap") for run in runs}, styles)
     return drawn
 
 
