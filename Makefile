@@ -12,7 +12,7 @@ TPU_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow soak test-peers docs lint format clean
+.PHONY: help demo study frontier bench bench-sel tpu-check test test-slow soak test-peers docs notebooks lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-peers: $(VENV)/.peers ## Compare with torch and transformers (TORCH="torch=
 docs: $(VENV)/.docs ## Build the documentation: site/index.html, which needs no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+notebooks: $(VENV)/.notebooks ## Execute the notebooks: each .py gives its .ipynb, or an error (minutes)
+	$(BIN)/python -m notebooks.run
+
 lint: $(VENV)/.test ## Check style, and the libraries' types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -80,6 +83,10 @@ $(VENV)/.peers: $(VENV)/.test
 
 $(VENV)/.docs: $(VENV)/.experiments
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.experiments
+	$(BIN)/python -m pip install --quiet --editable ".[notebooks]"
 	touch $@
 
 # An environment of its own: libtpu is large, and where it is installed JAX looks for a TPU at every start.
