@@ -17,6 +17,8 @@ def script_cells(text: str) -> list[tuple[str, str]]:
     for mark, source in zip(parts[1::2], parts[2::2], strict=True):
         if "[markdown]" in mark:
             source = "\n".join(re.sub(r"^# ?", "", line) for line in source.splitlines())
+        else:
+            source = re.sub(r"^# (?=%\w)", "", source, flags=re.MULTILINE)  # magics are comments in a script
         cells.append(("markdown" if "[markdown]" in mark else "code", source.strip()))
     return cells
 
