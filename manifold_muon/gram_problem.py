@@ -66,6 +66,10 @@ class Problem(NamedTuple):
         """D x."""
         return self.gram_w[:, None] * x if self.gram_w.ndim == 1 else matmul(self.gram_w, x)
 
+    def shifted(self, dual: Float[Array, "n n"]) -> Float[Array, "m n"]:
+        """M."""
+        return self.g + 2 * matmul(self.w, dual)
+
 
 class Evaluation(NamedTuple):
     """What is known at one L."""
@@ -100,7 +104,7 @@ def evaluate(
     """The damped direction at a dual variable, made tangent, and the bounds that it gives."""
     d_dual = problem.times_gram_w(dual)
     if isinstance(backend, Svd):
-        a, inverse = backend.direction(problem.g + 2 * matmul(problem.w, dual), damping, _SVD_NOISE)
+        a, inverse = backend.direction(problem.shifted(dual), damping, _SVD_NOISE)
         w_a, g_a = matmul(problem.w.mT, a), jnp.sum(problem.g * a)
     else:
         half = 2 * matmul(problem.cross + d_dual.mT, dual)
@@ -126,7 +130,7 @@ def direction(
     """The tangent direction in m x n, scaled into the unit ball."""
     if isinstance(backend, Svd):
         # Decomposed once more: M v / s has more of M's rounding than of v where s is small.
-        a = backend.damped_sign(problem.g + 2 * matmul(problem.w, at.dual), at.factors)
+        a = backend.damped_sign(problem.shifted(at.dual), at.factors)
         t = a - matmul(problem.w, at.correction)
     else:
         of_w = 2 * matmul(at.dual, at.root) - at.correction

@@ -101,10 +101,10 @@ class _Spectral:
         root = symmetric_product(vectors / sigma, vectors.mT)
         # Not R M^T M R, in which rounding is amplified by 1 / eps^2.
         direction_gram = symmetric_product(vectors * (values / sigma) ** 2, vectors.mT)
-        return InverseRoot(root, nuclear, direction_gram, (sigma, values, vectors))
+        return InverseRoot(root, nuclear, direction_gram, (sigma, vectors))
 
     def lyapunov(self, factors: tuple[Array, ...], h: Float[Array, "n n"]) -> Float[Array, "n n"]:
-        sigma, _, vectors = factors
+        sigma, vectors = factors
         weights = sigma[:, None] * sigma / (sigma[:, None] + sigma)
         inner = weights * symmetric_product(vectors.mT, matmul(h, vectors))
         return symmetric_product(vectors, matmul(inner, vectors.mT))

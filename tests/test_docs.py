@@ -5,10 +5,11 @@ import re
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
-from experiments.commands import models, runs, studies
+from experiments import commands
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -48,8 +49,9 @@ def test_every_public_name_is_on_the_api_page_once(package: str, flax: list[str]
 
 
 def test_every_command_is_on_its_page_once() -> None:
-    commands = set().union(*(public(module.__name__) for module in (models, runs, studies)))
-    assert Counter(documented("command_line.md")) == Counter(commands)
+    modules = [module.name for module in iter_modules(commands.__path__, f"{commands.__name__}.")]
+    expected = set().union(*map(public, modules))
+    assert Counter(documented("command_line.md")) == Counter(expected)
 
 
 def test_the_menu_has_every_page_and_no_other() -> None:
